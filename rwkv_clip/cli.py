@@ -1,0 +1,47 @@
+"""`rwkv-clip`: one subcommand per job, each in the module that does the work.
+
+A command module offers `add_arguments(parser)` and `run(args) -> int` (the exit status). It is imported only when its
+command is called, so that one command's missing dependency never stops another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+
+from .errors import UserError, report
+from .version import __version__
+
+COMMANDS = {
+    "pack": ("rwkv_clip.data.pack", "pack images and captions into RecordIO shards"),
+    "inspect": ("rwkv_clip.data.inspect", "describe and check a packed data set"),
+    "prepare": ("rwkv_clip.data.prepare", "build a ready data set (pictograms, shapes)"),
+    "evaluate": ("rwkv_clip.evaluation.evaluate", "zero-shot classification and retrieval scores of a model"),
+    "export": ("rwkv_clip.model.export", "write a run's weights in the published format"),
+    "report": ("rwkv_clip.ops.report", "show which ops can be built here, and why not"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse `argv` (default: the process's own arguments), run one subcommand, return its exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(prog="rwkv-clip", description="Data, evaluation and export for RWKV-CLIP.")
+    parser.add_argument("--version", action="version", version=f"rwkv-clip {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    chosen = next((word for word in argv if not word.startswith("-")), None)
+    for name, (module_name, summary) in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=summary, description=summary)
+        if name == chosen:
+            module = importlib.import_module(module_name)
+            module.add_arguments(subparser)
+            subparser.set_defaults(run=module.run)
+    args = parser.parse_args(argv)
+    try:
+        return args.run(args)
+    except UserError as error:
+        return report(error)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

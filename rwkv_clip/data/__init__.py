@@ -1,0 +1,1 @@
+"""Data: RecordIO shards, sampling, packing, and the DALI pipeline."""

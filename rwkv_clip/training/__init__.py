@@ -1,0 +1,1 @@
+"""The training job: engine, loop, loss, optimizer, checkpoints, metrics."""
