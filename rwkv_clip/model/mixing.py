@@ -1,0 +1,151 @@
+"""The two mixing layers that both towers are made of: time mix (between tokens) and channel mix (within a token).
+
+Shapes: B batch, T tokens, C width, H heads, N head size = C / H. Source: RWKV-6 (Peng et al. 2024, section 4) with the
+bidirectional operator and the token shifts of RWKV-CLIP (Gu et al. 2024).
+
+The code is written for few passes over memory: the five mixed inputs come from one batched product and one
+multiply-add, and every element-wise chain is left to one compiler-visible expression.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import ops
+from .init import (
+    TIME_DECAY_RANK,
+    TIME_MIX_RANK,
+    LayerPosition,
+    TimeMixInit,
+    channel_powers,
+    time_bonus,
+    time_decay,
+    time_mix_ratios,
+    uniform,
+)
+from .precise import PreciseModule, precise_value
+
+Grid = tuple[int, int] | None
+"""Rows and columns of patches; None for text."""
+Shift = Callable[[Tensor, Grid], Tensor]
+"""A token shift, (B, T, C) -> (B, T, C)."""
+
+
+class TimeMix(PreciseModule):
+    """Mixes tokens with the bidirectional WKV6 operator: (B, T, C) -> (B, T, C).
+
+    Each of w, k, v, r, g is projected from its own blend of the token and its shifted neighbours; the share of the
+    neighbours depends on the data through a low-rank network. The decay w and the bonus u reach the operator in
+    float32, whatever the weights' dtype.
+
+    Args:
+        width: C.
+        num_heads: H.
+        layer: position in the tower, which the fresh values depend on.
+        fresh: how the tower draws fresh values.
+        shift: the token shift.
+        eps: of the group norm over each head's output.
+    """
+
+    def __init__(
+        self, width: int, num_heads: int, layer: LayerPosition, fresh: TimeMixInit, shift: Shift, eps: float
+    ) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.shift = shift
+        for name, ratio in time_mix_ratios(width, layer).items():
+            self.register_parameter(f"time_maa_{name}", nn.Parameter(ratio))
+        self.time_maa_w1 = nn.Parameter(uniform((width, 5 * TIME_MIX_RANK), fresh.time_maa_w1))
+        self.time_maa_w2 = nn.Parameter(uniform((5, TIME_MIX_RANK, width), fresh.time_maa_w2))
+        self.register_precise("time_decay", fresh.constant(time_decay(width, layer)))
+        self.time_decay_w1 = nn.Parameter(uniform((width, TIME_DECAY_RANK), fresh.time_decay_w1))
+        self.time_decay_w2 = nn.Parameter(uniform((TIME_DECAY_RANK, width), fresh.time_decay_w2))
+        self.register_precise("time_faaaa", fresh.constant(time_bonus(num_heads, width // num_heads, layer)))
+        self.receptance = nn.Linear(width, width, bias=False)
+        self.key = nn.Linear(width, width, bias=False)
+        self.value = nn.Linear(width, width, bias=False)
+        self.gate = nn.Linear(width, width, bias=False)
+        self.output = nn.Linear(width, width, bias=False)
+        self.ln_x = nn.GroupNorm(num_heads, width, eps=eps)
+
+    def forward(self, x: Tensor, grid: Grid = None) -> Tensor:
+        xw, xk, xv, xr, xg = self.mixed_inputs(x, grid)
+        heads = (self.num_heads, -1)
+        r = self.receptance(xr).unflatten(2, heads)
+        k = self.key(xk).unflatten(2, heads)
+        v = self.value(xv).unflatten(2, heads)
+        change = torch.tanh(xw @ self.time_decay_w1) @ self.time_decay_w2
+        w = precise_value(self.time_decay, self.time_decay_fp32) + change.float()
+        u = precise_value(self.time_faaaa, self.time_faaaa_fp32)
+        y = ops.wkv6(r, k, v, w.unflatten(2, heads), u)
+        y = self.ln_x(y.reshape(-1, x.shape[2])).view(x.shape)
+        return self.output(y * F.silu(self.gate(xg)))
+
+    def mixed_inputs(self, x: Tensor, grid: Grid) -> tuple[Tensor, ...]:
+        """Inputs of the w, k, v, r and g projections, each (B, T, C)."""
+        batch, length, width = x.shape
+        difference = self.shift(x, grid) - x
+        hidden = torch.tanh(torch.addcmul(x, difference, self.time_maa_x) @ self.time_maa_w1)
+        hidden = hidden.view(batch * length, 5, TIME_MIX_RANK).transpose(0, 1)
+        constant = torch.cat((self.time_maa_w, self.time_maa_k, self.time_maa_v, self.time_maa_r, self.time_maa_g))
+        ratios = torch.baddbmm(constant, hidden, self.time_maa_w2).view(5, batch, length, width)
+        return torch.addcmul(x, difference, ratios).unbind(0)
+
+
+class ChannelMix(nn.Module):
+    """Mixes channels with a gated squared-ReLU network: (B, T, C) -> (B, T, C).
+
+    The two subclasses differ in how the published towers store the shares of a token and its shifted neighbours.
+
+    Args:
+        width: C.
+        hidden_width: width of the squared ReLU.
+        shift: the token shift.
+    """
+
+    def __init__(self, width: int, hidden_width: int, shift: Shift) -> None:
+        super().__init__()
+        self.shift = shift
+        self.key = nn.Linear(width, hidden_width, bias=False)
+        self.receptance = nn.Linear(width, width, bias=False)
+        self.value = nn.Linear(hidden_width, width, bias=False)
+
+    def mixed_inputs(self, x: Tensor, shifted: Tensor) -> tuple[Tensor, Tensor]:
+        """Inputs of the key and receptance projections, each (B, T, C)."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor, grid: Grid = None) -> Tensor:
+        xk, xr = self.mixed_inputs(x, self.shift(x, grid))
+        value = self.value(torch.square(torch.relu(self.key(xk))))
+        return torch.sigmoid(self.receptance(xr)) * value
+
+
+class ImageChannelMix(ChannelMix):
+    """`spatial_mix_*` is the token's own share, the rest its neighbours'."""
+
+    def __init__(self, width: int, hidden_width: int, layer: LayerPosition, shift: Shift) -> None:
+        super().__init__(width, hidden_width, shift)
+        self.spatial_mix_k = nn.Parameter(channel_powers(width, layer.falling))
+        self.spatial_mix_r = nn.Parameter(channel_powers(width, layer.falling))
+
+    def mixed_inputs(self, x: Tensor, shifted: Tensor) -> tuple[Tensor, Tensor]:
+        xk = torch.addcmul(shifted * (1 - self.spatial_mix_k), x, self.spatial_mix_k)
+        xr = torch.addcmul(shifted * (1 - self.spatial_mix_r), x, self.spatial_mix_r)
+        return xk, xr
+
+
+class TextChannelMix(ChannelMix):
+    """`time_maa_*` is the neighbours' share, added as a difference."""
+
+    def __init__(self, width: int, hidden_width: int, layer: LayerPosition, shift: Shift) -> None:
+        super().__init__(width, hidden_width, shift)
+        self.time_maa_k = nn.Parameter(1.0 - channel_powers(width, layer.falling))
+        self.time_maa_r = nn.Parameter(1.0 - channel_powers(width, layer.falling))
+
+    def mixed_inputs(self, x: Tensor, shifted: Tensor) -> tuple[Tensor, Tensor]:
+        difference = shifted - x
+        return torch.addcmul(x, difference, self.time_maa_k), torch.addcmul(x, difference, self.time_maa_r)

@@ -1,0 +1,71 @@
+"""The text tower: (B, T) token ids -> (B, C) features."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..errors import UserError
+from .checkpointing import CheckpointFunction, run_block
+from .config import TextConfig
+from .init import TEXT_TIME_MIX, LayerPosition
+from .mixing import TextChannelMix, TimeMix
+from .shift import shift_text
+
+
+class TextBlock(nn.Module):
+    """Time mix and channel mix, each a residual branch after a layer norm: (B, T, C) -> (B, T, C)."""
+
+    def __init__(self, config: TextConfig, layer: LayerPosition) -> None:
+        super().__init__()
+        width = config.width
+        shift = partial(shift_text, num_heads=config.num_heads)
+        self.dropout = config.dropout
+        self.ln1 = nn.LayerNorm(width)
+        self.ln2 = nn.LayerNorm(width)
+        if layer.index == 0:
+            self.ln0 = nn.LayerNorm(width)
+        eps = 1e-5 * config.head_size_divisor**2
+        self.att = TimeMix(width, config.num_heads, layer, TEXT_TIME_MIX, shift, eps)
+        self.ffn = TextChannelMix(width, config.ffn_width, layer, shift)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if hasattr(self, "ln0"):
+            x = self.ln0(x)
+        # Dropout acts on the sum, the residual included, as published.
+        x = F.dropout(x + self.att(self.ln1(x)), self.dropout, self.training)
+        return F.dropout(x + self.ffn(self.ln2(x)), self.dropout, self.training)
+
+
+class TextTower(nn.Module):
+    """The text half of RWKV-CLIP; parameter names are the published ones."""
+
+    def __init__(self, config: TextConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.checkpoint_function: CheckpointFunction | None = None
+        self.emb = nn.Embedding(config.vocab_size, config.width)
+        blocks = (TextBlock(config, LayerPosition(index, config.depth)) for index in range(config.depth))
+        self.blocks = nn.ModuleList(blocks)
+        self.ln_out = nn.LayerNorm(config.width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Features before normalising, float32 [B, C]: the mean over all positions, padding included, of unit tokens.
+
+        Args:
+            tokens: integer ids [B, T], 1 <= T <= context_length.
+
+        Raises:
+            UserError: tokens of another shape or dtype.
+        """
+        if tokens.ndim != 2 or tokens.is_floating_point() or not 1 <= tokens.shape[1] <= self.config.context_length:
+            raise UserError(
+                f"tokens must be whole numbers [B, T] with T from 1 to {self.config.context_length}, found "
+                f"{tokens.dtype} {list(tokens.shape)}; use tokenize(texts, context_length)"
+            )
+        x = F.dropout(self.emb(tokens), self.config.dropout, self.training)
+        for block in self.blocks:
+            x = run_block(self.checkpoint_function, block, x)
+        return F.normalize(self.ln_out(x).float(), dim=-1).mean(dim=1)
