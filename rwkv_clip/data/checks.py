@@ -1,95 +1,192 @@
-"""Start-up checks of a data set: the whole index, and a sample of records per shard."""
+"""Start-up checks of a data set: the whole index, and a sample of records per shard.
+
+A check of tens of millions of records takes minutes on cold disks, so a sound result is kept (`data_check.json` in the
+run folder, or beside the data) and holds for as long as sizes and modification times stay the same.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import numpy as np
 
 from ..errors import UserError
 from .dataset import CONTEXT_LENGTH, Dataset
+from .progress import Log, Progress
+from .recordio import RecordFile
 
 START_TOKEN, END_TOKEN, VOCAB_SIZE = 49406, 49407, 49408
-# Payloads in, per payload None or the reason why it cannot be decoded out.
+CACHE_NAME = "data_check.json"
+# Encoded images in; per image None, or the reason why it cannot be decoded, out.
 Decode = Callable[[Sequence[memoryview | bytes]], list[str | None]]
 _DECODE_BATCH = 64
 
 
 @dataclass
 class CheckReport:
-    """What the start-up checks saw; `notes` are lines for the log."""
+    """What the start-up checks saw.
+
+    Attributes:
+        num_records: records of the whole data set.
+        num_sampled: records whose tokens (and image, with a decoder) were read.
+        empty_share: per caption kind, the share of sampled records whose caption is empty.
+        notes: lines for the log.
+        from_cache: an earlier check of the same files was trusted.
+    """
 
     num_records: int
     num_sampled: int = 0
-    empty_captions: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    empty_share: list[float] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    from_cache: bool = False
 
 
 def check_dataset(
     dataset: Dataset,
     sample: int = 1000,
     decode: Decode | None = None,
-    num_threads: int = 4,
-    rank: int = 0,
-    ranks: int = 1,
+    *,
+    num_threads: int | None = None,
+    cache_folder: str | os.PathLike | None = None,
+    log: Log | None = None,
 ) -> CheckReport:
     """Check every index entry and label width, and tokens and decodability of `sample` records per shard.
 
     Args:
+        dataset: what `open_dataset` gave.
         sample: records per shard, spread evenly over it.
         decode: judges encoded images, see `Decode`; None leaves images out.
-        num_threads: threads for the index.
-        rank, ranks: check shards rank, rank + ranks, ... only, so that ranks can share the work.
+        num_threads: default: the machine's cores, at most 16.
+        cache_folder: where a sound result is kept and looked up; None: neither.
+        log: takes progress lines when the check is long, and the notes.
 
     Raises:
         UserError: naming file and key of the first fault.
     """
-    report = CheckReport(len(dataset), empty_captions=np.zeros(dataset.num_captions, np.int64))
-    for file in dataset.files[rank::ranks]:
-        index = file.check(num_threads)
-        report.notes += index.notes
-        wrong = np.flatnonzero(index.widths != dataset.label_width)
-        if len(wrong):
-            i = int(wrong[0])
-            raise UserError(
-                f"{file.rec_path} key {file.key_name(i)} has a label of {index.widths[i]} numbers and the data set "
-                f"wants {dataset.label_width} ({dataset.num_captions} captions x {CONTEXT_LENGTH}): {len(wrong)} of "
-                f"{len(file)} records differ; leave them out with `rwkv-clip inspect --repair OUT`, or pack again"
-            )
-        count = min(sample, len(file))
-        positions = np.linspace(0, len(file) - 1, count).astype(np.int64).tolist()
-        report.num_sampled += count
-        for start in range(0, count, _DECODE_BATCH):
-            batch = positions[start : start + _DECODE_BATCH]
-            records = [file.read(i) for i in batch]
-            for i, record in zip(batch, records, strict=True):
-                fault = token_fault(record.label)
-                if fault:
-                    raise UserError(f"{file.rec_path} key {file.key_name(i)}: {fault}; pack the data again")
-                captions = record.label.reshape(-1, CONTEXT_LENGTH)
-                report.empty_captions += captions[:, 1] == END_TOKEN
-            if decode is None:
-                continue
-            reasons = decode([record.payload for record in records])
-            for i, reason in zip(batch, reasons, strict=True):
-                if reason is not None:
-                    raise UserError(
-                        f"{file.rec_path} key {file.key_name(i)}: its image cannot be decoded ({reason}); list all "
-                        f"such records with `rwkv-clip inspect --verify`, leave them out with `--repair OUT`"
-                    )
+    num_threads = num_threads or min(16, os.cpu_count() or 1)
+    state = _state(dataset, sample, decode is not None)
+    if cache_folder is not None:
+        known = _read_cache(Path(cache_folder) / CACHE_NAME, state)
+        if known is not None:
+            return known
+    report = CheckReport(len(dataset))
+    progress = Progress("checking the index", len(dataset), log=log)
+    # Many shards are spread over the threads, few shards are split between them.
+    inner = 1 if len(dataset.files) >= num_threads else num_threads
+    with ThreadPoolExecutor(num_threads // inner) as pool:
+        for notes in pool.map(lambda file: _check_shard_index(dataset, file, inner, progress), dataset.files):
+            report.notes += notes
+    if sample > 0:
+        _check_sample(dataset, sample, decode, report, log)
+    if log is not None:
+        for note in report.notes:
+            log(note)
+    if cache_folder is not None:
+        _write_cache(Path(cache_folder) / CACHE_NAME, state, report)
     return report
 
 
 def token_fault(label: np.ndarray) -> str | None:
-    """Why a label float32 [captions x 77] does not hold captions, or None."""
-    if not ((label >= 0) & (label < VOCAB_SIZE) & (label == np.floor(label))).all():
-        bad = label[~((label >= 0) & (label < VOCAB_SIZE) & (label == np.floor(label)))][0]
-        return f"its label holds {bad:g}, which is no token id (0 to {VOCAB_SIZE - 1})"
+    """Why a label float32 [captions x 77] does not hold token ids of captions, or None."""
+    outside = ~((label >= 0) & (label < VOCAB_SIZE) & (label == np.floor(label)))
+    if outside.any():
+        return f"its label holds {label[outside][0]:g}, which is no token id (0 to {VOCAB_SIZE - 1})"
     captions = label.reshape(-1, CONTEXT_LENGTH)
     for number, caption in enumerate(captions):
         if caption[0] != START_TOKEN:
             return f"caption {number} starts with token {caption[0]:g}, not the start token {START_TOKEN}"
-        if END_TOKEN not in caption:
+        if not (caption == END_TOKEN).any():
             return f"caption {number} has no end token {END_TOKEN}"
     return None
+
+
+def is_empty_caption(captions: np.ndarray) -> np.ndarray:
+    """Which captions [..., 77] have nothing between start and end token."""
+    return captions[..., 1] == END_TOKEN
+
+
+def width_fault(dataset: Dataset, width: int) -> str | None:
+    """Why a label of `width` numbers does not fit the data set, or None."""
+    if width == dataset.label_width:
+        return None
+    return (
+        f"has a label of {width} numbers and the data set wants {dataset.label_width} "
+        f"({dataset.num_captions} captions x {CONTEXT_LENGTH} tokens)"
+    )
+
+
+def _check_shard_index(dataset: Dataset, file: RecordFile, num_threads: int, progress: Progress) -> list[str]:
+    index = file.check(num_threads, progress)
+    wrong = np.flatnonzero(index.widths != dataset.label_width)
+    if len(wrong):
+        i = int(wrong[0])
+        raise UserError(
+            f"{file.rec_path} key {file.key_name(i)} {width_fault(dataset, int(index.widths[i]))}; {len(wrong)} of "
+            f"{len(file)} records differ: `rwkv-clip inspect {dataset.path} --repair OUT` leaves them out"
+        )
+    return index.notes
+
+
+def _check_sample(dataset: Dataset, sample: int, decode: Decode | None, report: CheckReport, log: Log | None) -> None:
+    empty = np.zeros(dataset.num_captions, np.int64)
+    progress = Progress("checking a sample", sum(min(sample, len(file)) for file in dataset.files), log=log)
+    for file in dataset.files:
+        positions = np.linspace(0, len(file) - 1, min(sample, len(file))).astype(np.int64).tolist()
+        for start in range(0, len(positions), _DECODE_BATCH):
+            batch = positions[start : start + _DECODE_BATCH]
+            records = [file.read(i) for i in batch]
+            for i, record in zip(batch, records, strict=True):
+                fault = token_fault(record.label)
+                if fault is not None:
+                    raise UserError(f"{file.rec_path} key {file.key_name(i)}: {fault}; pack the data again")
+                empty += is_empty_caption(record.label.reshape(-1, CONTEXT_LENGTH))
+            reasons = [None] * len(batch) if decode is None else decode([record.payload for record in records])
+            for i, reason in zip(batch, reasons, strict=True):
+                if reason is not None:
+                    raise UserError(
+                        f"{file.rec_path} key {file.key_name(i)}: its image cannot be decoded ({reason}); "
+                        f"`rwkv-clip inspect {dataset.path} --verify` lists all such records, `--repair OUT` leaves "
+                        f"them out"
+                    )
+            progress(len(batch))
+        file.release()
+        report.num_sampled += len(positions)
+    report.empty_share = (empty / max(1, report.num_sampled)).tolist()
+    for name, share in zip(dataset.caption_names, report.empty_share, strict=True):
+        if share > 0.01:
+            report.notes.append(f"caption {name!r} is empty in {share:.1%} of {report.num_sampled} sampled records")
+
+
+def _state(dataset: Dataset, sample: int, decoded: bool) -> dict:
+    """What a kept result holds for: the files as they are now, and how much was checked."""
+    times = [
+        [path.name, path.stat().st_size, path.stat().st_mtime_ns]
+        for file in dataset.files
+        for path in (file.rec_path, file.idx_path)
+    ]
+    return {"version": 1, "fingerprint": dataset.fingerprint, "sample": sample, "decoded": decoded, "files": times}
+
+
+def _read_cache(path: Path, state: dict) -> CheckReport | None:
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        if kept["state"] != state:
+            return None
+        return CheckReport(**kept["report"] | {"from_cache": True})
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _write_cache(path: Path, state: dict, report: CheckReport) -> None:
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(json.dumps({"state": state, "report": asdict(report)}), encoding="utf-8")
+        os.replace(partial, path)
+    except OSError:
+        # Read-only data: the check is run again next time.
+        partial.unlink(missing_ok=True)

@@ -126,6 +126,7 @@ def write_manifest(
         os.replace(partial, folder / MANIFEST_NAME)
         sync_folder(folder)
     except OSError as error:
+        partial.unlink(missing_ok=True)
         raise UserError(f"cannot write {folder / MANIFEST_NAME}: {error.strerror}") from None
 
 
@@ -237,6 +238,7 @@ class Dataset:
 
 def _caption_names(file: RecordFile) -> list[str]:
     width = len(file.read(0).label)
+    file.release()
     if width % CONTEXT_LENGTH or not 0 < width <= CONTEXT_LENGTH * MAX_CAPTIONS:
         raise UserError(
             f"{file.rec_path} key {file.key_name(0)} has a label of {width} numbers; wanted are 1 to {MAX_CAPTIONS} "

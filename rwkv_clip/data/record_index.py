@@ -13,10 +13,6 @@ import numpy as np
 
 from ..errors import UserError
 
-_CHUNK_BYTES = 8 << 20
-_PLAIN = b"0123456789\t\n\r "
-_NEWLINE, _ZERO, _NINE = ord("\n"), ord("0"), ord("9")
-
 
 def read_index(path: Path) -> tuple[np.ndarray | None, np.ndarray]:
     """Parse an index file.
@@ -58,32 +54,18 @@ def format_index(keys: np.ndarray, offsets: np.ndarray) -> bytes:
 
 
 def _parse_plain(data: bytes) -> np.ndarray | None:
-    """int64 [n, 2] for a file of digits and blanks with two numbers on each line that is not blank, else None."""
-    pieces = []
-    start = 0
-    while start < len(data):
-        end = len(data)
-        if end - start > _CHUNK_BYTES:
-            end = data.rfind(b"\n", start, start + _CHUNK_BYTES) + 1
-            if end == 0:
-                return None
-        chunk = data[start:end]
-        if chunk.translate(None, _PLAIN):
-            return None
-        codes = np.frombuffer(chunk, np.uint8)
-        is_digit = (codes >= _ZERO) & (codes <= _NINE)
-        number_starts = np.flatnonzero(is_digit & ~np.concatenate(([False], is_digit[:-1])))
-        line = np.searchsorted(np.flatnonzero(codes == _NEWLINE), number_starts)
-        first, second = line[0::2], line[1::2]
-        if len(first) != len(second) or (first != second).any() or (np.diff(first) == 0).any():
-            return None
-        if len(line):
-            digits = np.flatnonzero(is_digit & ~np.concatenate((is_digit[1:], [False]))) - number_starts + 1
-            if digits.max() > 18:
-                return None
-            pieces.append(np.fromstring(chunk, np.int64, sep=" ").reshape(-1, 2))
-        start = end
-    return np.concatenate(pieces) if pieces else np.empty((0, 2), np.int64)
+    """int64 [n, 2] for `number separator number newline` lines with one kind of separator and newline, else None."""
+    if not data.endswith(b"\n"):
+        data += b"\n"
+    separators = data.translate(None, b"0123456789")
+    count = data.count(b"\n")
+    if not any(separators == pattern * count for pattern in (b"\t\n", b" \n", b"\t\r\n", b" \r\n")):
+        return None
+    numbers = np.fromstring(data, np.int64, sep=" ")
+    # A field without digits leaves a number too few; one too long for int64 is read as the largest.
+    if len(numbers) != 2 * count or numbers.max() == np.iinfo(np.int64).max:
+        return None
+    return numbers.reshape(-1, 2)
 
 
 def _lines(path: Path, data: bytes):
