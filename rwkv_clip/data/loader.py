@@ -1,0 +1,373 @@
+"""Batches for training and validation: sampler -> records -> DALI -> tensors on the device.
+
+    sampler = Sampler(dataset.shard_sizes, seed, global_batch_size=2 * 4 * 256)
+    loader = Loader(dataset, sampler, rank=rank, world_size=4, micro_batch_size=256, accumulation_steps=2,
+                    image_size=224, context_length=77, device=torch.device("cuda", 0), seed=seed)
+    for epoch in range(first_epoch, 32):
+        for batch in loader.epoch(epoch, start_step=...):     # accumulation_steps batches per optimizer step
+            ...
+
+A position is (epoch, step): every choice is a pure function of it and the seed, so a loader that starts at any
+position gives exactly what an uninterrupted one gives there. `state_dict` holds what was found out on the way.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import UserError
+from .augment import choose, cumulative_caption_weights
+from .bad_records import bad_record_error, decode_faults, replace_bad
+from .batch_reader import BatchReader, EncodedBatch
+from .dataset import CONTEXT_LENGTH, Dataset
+from .pipeline import (
+    DecoderSettings,
+    FedPipeline,
+    encoded_list,
+    eval_pipeline,
+    eval_regions,
+    shape_pipeline,
+    train_pipeline,
+)
+from .sampler import Sampler
+from .tokenizer import shorten
+
+logger = logging.getLogger(__name__)
+
+# Batches whose picture sizes are looked up ahead of decoding.
+_SHAPES_AHEAD = 2
+
+
+@dataclass
+class Batch:
+    """One micro batch of one rank.
+
+    Attributes:
+        images: float32 [B, 3, image_size, image_size], normalised, on the device.
+        tokens: int64 [B, context_length], on the device.
+        caption_index: int64 [B], on the device: which of the record's captions `tokens` is.
+        ids: int64 [B], CPU: global record ids.
+        valid: bool [B], CPU: False for padding at the end of a validation pass; all True in training.
+    """
+
+    images: Tensor
+    tokens: Tensor
+    caption_index: Tensor
+    ids: Tensor
+    valid: Tensor
+
+
+class _Position(NamedTuple):
+    epoch: int
+    step: int
+    micro_step: int
+
+
+@dataclass
+class _InFlight:
+    """A batch between its records and its tensors; holds the memory that DALI reads."""
+
+    position: _Position
+    ids: np.ndarray
+    valid: np.ndarray
+    num_replaced: int
+    records: EncodedBatch
+    encoded: object
+    inputs: dict[str, np.ndarray] | None = None
+    caption_index: np.ndarray | None = None
+
+
+class Loader:
+    """Gives one rank its batches.
+
+    Args:
+        dataset: the records.
+        sampler: order of training records, its global batch = micro_batch_size x accumulation_steps x world_size;
+            None for validation.
+        rank, world_size: of the data-parallel group.
+        micro_batch_size: records per batch of this rank.
+        image_size: side of the square images in pixels.
+        context_length: tokens per caption that the model takes, at most the 77 stored.
+        device: where batches go; images are decoded there too.
+        train: False for validation: every record once, in order, over all ranks; the published evaluation's resize
+            and centre crop; one fixed caption; the last batches are padded (see `Batch.valid`).
+        seed: of crops, flips and captions.
+        accumulation_steps: micro batches per optimizer step.
+        caption_weights: chance of each caption in training, in the label's order; None: all alike.
+        eval_caption: caption for validation; None: the last (the generated description of published data).
+        settings: decoding threads, prefetch and memory.
+        on_bad_record: "raise" stops with a UserError that names the record; "skip" trains on the next record of the
+            data set in its place (see `bad_records.replacement`), which changes no step count.
+
+    Raises:
+        UserError: a setting that does not go with the data.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        sampler: Sampler | None,
+        *,
+        rank: int,
+        world_size: int,
+        micro_batch_size: int,
+        image_size: int,
+        context_length: int,
+        device: torch.device,
+        train: bool = True,
+        seed: int = 0,
+        accumulation_steps: int = 1,
+        caption_weights: Sequence[float] | None = None,
+        eval_caption: int | None = None,
+        settings: DecoderSettings | None = None,
+        on_bad_record: str = "raise",
+    ):
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank must be 0 to {world_size - 1}, got {rank}")
+        if on_bad_record not in ("raise", "skip"):
+            raise UserError(f"on-bad-record is raise or skip, got {on_bad_record!r}")
+        if not 3 <= context_length <= CONTEXT_LENGTH:
+            raise UserError(
+                f"the model's context length {context_length} does not fit the data, which hold {CONTEXT_LENGTH} "
+                f"tokens per caption: take a model of 3 to {CONTEXT_LENGTH}"
+            )
+        self.dataset = dataset
+        self.train = train
+        self.micro_batch_size = micro_batch_size
+        self.accumulation_steps = accumulation_steps
+        self.bad_records: dict[int, str] = {}
+        self.num_replaced = 0
+        self._sampler, self._rank, self._world_size = sampler, rank, world_size
+        self._image_size, self._context_length, self._device = image_size, context_length, device
+        self._seed, self._skip_bad = seed, on_bad_record == "skip"
+        self._settings = settings or DecoderSettings()
+        if train:
+            wanted = micro_batch_size * accumulation_steps * world_size
+            if sampler.global_batch_size != wanted:
+                raise ValueError(f"the sampler's global batch is {sampler.global_batch_size}, the loader's {wanted}")
+            self.steps_per_epoch = sampler.steps_per_epoch
+            self._weights = cumulative_caption_weights(dataset.num_captions, caption_weights)
+        else:
+            self.accumulation_steps = 1
+            self.steps_per_epoch = math.ceil(len(dataset) / (micro_batch_size * world_size))
+            self._eval_caption = dataset.num_captions - 1 if eval_caption is None else eval_caption
+            if not 0 <= self._eval_caption < dataset.num_captions:
+                raise UserError(
+                    f"caption {self._eval_caption} was asked for validation and records have captions 0 to "
+                    f"{dataset.num_captions - 1}"
+                )
+        self._reader = BatchReader(dataset)
+        self._pass_number = 0
+        self._shapes: FedPipeline | None = None
+        self._decoder: FedPipeline | None = None
+        self._next: _Position | None = None
+        self._peeking: deque[_InFlight] = deque()
+        self._decoding: deque[_InFlight] = deque()
+        self._failure: tuple[_InFlight | None, Exception] | None = None
+
+    def epoch(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:
+        """Batches of `epoch` from optimizer step `start_step` on, `accumulation_steps` per step.
+
+        Batches of the next epoch are made ahead while the last ones of this one are used. A new call ends an older
+        iterator.
+
+        Raises:
+            UserError: a record cannot be read or, unless bad ones are skipped, decoded.
+        """
+        if epoch < 0 or not 0 <= start_step <= self.steps_per_epoch:
+            raise ValueError(f"no step {start_step} of epoch {epoch}: an epoch has {self.steps_per_epoch} steps")
+        self._pass_number += 1
+        return self._iterate(self._pass_number, epoch, start_step)
+
+    def _iterate(self, pass_number: int, epoch: int, start_step: int) -> Iterator[Batch]:
+        self._seek(_Position(epoch, start_step, 0))
+        for _ in range((self.steps_per_epoch - start_step) * self.accumulation_steps):
+            if pass_number != self._pass_number:
+                raise RuntimeError("this iterator ended when loader.epoch was called again")
+            yield self._take()
+        if not self.train:
+            self._stop()
+
+    def state_dict(self) -> dict:
+        """What this rank has found out beside its position: the bad records it met. Plain values."""
+        return {"bad_records": {str(i): fault for i, fault in self.bad_records.items()}}
+
+    def load_state_dicts(self, states: Iterable[dict]) -> None:
+        """Take over the `state_dict` of every rank of the saved run, so that a resume skips what that run skipped."""
+        for state in states:
+            self.bad_records.update({int(i): fault for i, fault in state["bad_records"].items()})
+
+    def close(self) -> None:
+        """End the decoding threads and free their memory; batches handed out stay valid."""
+        self._pass_number += 1
+        self._stop()
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.close()
+
+    # Which records a position holds.
+
+    def _ids_at(self, position: _Position) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(planned ids, ids with stand-ins for bad ones, valid) of this rank's micro batch, each [B]."""
+        rank, world, size = self._rank, self._world_size, self.micro_batch_size
+        if self.train:
+            batch = self._sampler.batch(position.epoch, position.step)
+            planned = batch.reshape(self.accumulation_steps, world, size)[position.micro_step, rank]
+            valid = np.ones(size, bool)
+        else:
+            first = (position.step * world + rank) * size
+            planned = np.arange(first, first + size)
+            valid = planned < len(self.dataset)
+            planned = batch = np.where(valid, planned, 0)
+        ids = replace_bad(planned, batch, self.bad_records, len(self.dataset))
+        if not self.train:
+            valid &= planned == ids
+        return planned, ids, valid
+
+    def _after(self, position: _Position) -> _Position | None:
+        """The position that follows; None after the last one of a validation pass."""
+        epoch, step, micro_step = position
+        if micro_step + 1 < self.accumulation_steps:
+            return _Position(epoch, step, micro_step + 1)
+        if step + 1 < self.steps_per_epoch:
+            return _Position(epoch, step + 1, 0)
+        return _Position(epoch + 1, 0, 0) if self.train else None
+
+    # Batches in flight.
+
+    def _seek(self, position: _Position) -> None:
+        """Make `position` the next batch: nothing to do where the last epoch ended, otherwise start anew."""
+        if position.step == self.steps_per_epoch:
+            return
+        oldest = next(iter([*self._decoding, *self._peeking]), None)
+        if oldest is None or oldest.position != position:
+            self._start(position)
+
+    def _start(self, position: _Position) -> None:
+        self._stop()
+        size, settings = self.micro_batch_size, self._settings
+        # A pipeline starts when it is full, so a short validation pass needs shallow ones.
+        left = self.steps_per_epoch - position.step if not self.train else settings.prefetch + _SHAPES_AHEAD
+        make = train_pipeline if self.train else eval_pipeline
+        self._decoder = make(size, self._image_size, self._device, settings, depth=min(settings.prefetch, left))
+        self._shapes = shape_pipeline(size, depth=min(_SHAPES_AHEAD, left))
+        self._next = position
+
+    def _stop(self) -> None:
+        for pipeline in (self._decoder, self._shapes):
+            if pipeline is not None:
+                pipeline.close()
+        self._decoder = self._shapes = self._next = self._failure = None
+        self._decoding.clear()
+        self._peeking.clear()
+
+    def _take(self) -> Batch:
+        """The oldest batch; others are in the making when it is handed out."""
+        while True:
+            self._fill()
+            if not self._decoding:
+                self._recover(*self._failure)
+                continue
+            entry = self._decoding[0]
+            try:
+                images, labels = self._decoder.pop()
+            except RuntimeError as error:
+                self._recover(entry, error)
+                continue
+            self._decoding.popleft()
+            self._fill()
+            self.num_replaced += entry.num_replaced
+            return self._finish(entry, images, labels)
+
+    def _fill(self) -> None:
+        """Keep the pipelines full. What goes wrong is kept for when the good batches before it are used up."""
+        while len(self._decoding) < self._settings.prefetch and self._failure is None:
+            while len(self._peeking) < _SHAPES_AHEAD and self._next is not None:
+                try:
+                    self._push_records(self._next)
+                except UserError as error:
+                    self._failure = (None, error)
+                    return
+                self._next = self._after(self._next)
+            if not self._peeking:
+                return
+            entry = self._peeking.popleft()
+            try:
+                (shapes,) = self._shapes.pop()
+            except RuntimeError as error:
+                self._failure = (entry, error)
+                return
+            self._push_choices(entry, shapes.numpy()[:, :2])
+
+    def _push_records(self, position: _Position) -> None:
+        planned, ids, valid = self._ids_at(position)
+        records = self._reader.read(ids)
+        num_replaced = int((planned != ids).sum())
+        entry = _InFlight(position, ids, valid, num_replaced, records, encoded_list(records.payloads))
+        self._shapes.push(encoded=entry.encoded)
+        self._peeking.append(entry)
+
+    def _push_choices(self, entry: _InFlight, image_shapes: np.ndarray) -> None:
+        if self.train:
+            choices = choose(self._seed, entry.position.epoch, entry.ids, image_shapes, self._weights)
+            entry.caption_index = choices.caption
+            inputs = {"crop_start": choices.crop_start, "crop_shape": choices.crop_shape, "flip": choices.flip}
+        else:
+            start, end = eval_regions(image_shapes, self._image_size)
+            entry.caption_index = np.full(len(entry.ids), self._eval_caption)
+            inputs = {"region_start": start, "region_end": end}
+        entry.inputs = inputs | {"labels": entry.records.labels}
+        self._decoder.push(encoded=entry.encoded, **entry.inputs)
+        self._decoding.append(entry)
+
+    def _finish(self, entry: _InFlight, images: Tensor, labels: Tensor) -> Batch:
+        caption_index = torch.from_numpy(entry.caption_index).to(labels.device, non_blocking=True)
+        captions = labels.view(len(labels), self.dataset.num_captions, CONTEXT_LENGTH)
+        chosen = captions[torch.arange(len(labels), device=labels.device), caption_index]
+        tokens = shorten(chosen.to(torch.int64), self._context_length)
+        return Batch(images, tokens, caption_index, torch.from_numpy(entry.ids), torch.from_numpy(entry.valid))
+
+    # Records that cannot be decoded.
+
+    def _recover(self, entry: _InFlight | None, error: Exception) -> None:
+        """Start again at `entry` with its bad records replaced, or raise what is wrong."""
+        if entry is None:
+            self._stop()
+            raise error
+        faults = decode_faults(entry.records.payloads, self._settings.num_threads)
+        bad = {int(i): fault for i, fault in zip(entry.ids.tolist(), faults, strict=True) if fault is not None}
+        self._stop()
+        if not bad:
+            raise error
+        first = next(iter(bad))
+        if not self._skip_bad:
+            raise bad_record_error(self.dataset.describe(first), bad[first], others=len(bad) - 1) from error
+        for i, fault in bad.items():
+            logger.warning("skipping %s, whose image cannot be decoded: %s", self.dataset.describe(i), fault)
+        self.bad_records.update(bad)
+        self._start(entry.position)
+
+
+def check_input_size(input_size: int | None, model_size: int, model_name: str) -> None:
+    """Refuse an `--input-size` other than the model's.
+
+    Raises:
+        UserError: they differ.
+    """
+    if input_size not in (None, model_size):
+        raise UserError(
+            f"--input-size {input_size} does not fit {model_name}, which takes {model_size} x {model_size} pixels: "
+            f"leave the flag out, or take another model"
+        )

@@ -1,0 +1,218 @@
+"""DALI pipelines: encoded images in, normalised images on the device out.
+
+They are fed by hand (`fn.external_source` without a source): the loader decides what goes in and in which order, DALI
+decodes, crops, resizes and normalises in its own threads. Encoded images are passed without a copy; DALI's threads
+read them straight from the mapped files.
+
+Feeding happens in the calling thread. Three ways were timed on two cores beside a training thread that never lets go
+of the interpreter lock (32 KB records, batch 512; records/s): see `benchmarks/loader.py --feed`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..errors import UserError
+from ..model.transform import MEAN, STD
+
+try:
+    from nvidia.dali import Pipeline, fn, types
+    from nvidia.dali.tensors import TensorCPU, TensorListCPU
+except ImportError as error:
+    raise UserError(
+        f"the data loader needs NVIDIA DALI, which cannot be imported ({error}): install nvidia-dali-cuda120 (CUDA 12 "
+        f"driver, or no GPU) or nvidia-dali-cuda130 (CUDA 13 driver)"
+    ) from error
+
+
+@dataclass(frozen=True)
+class DecoderSettings:
+    """How much of the machine decoding may use; the defaults are the published loader's.
+
+    Figures are for 500 x 375 JPEGs, batch 512, on one H200 with 16 cores.
+    """
+
+    num_threads: int = 10
+    """CPU threads per rank for decoding (and, without a GPU, resizing)."""
+    prefetch: int = 3
+    """Batches made ahead of the training step."""
+    hw_decoder_load: float = 0.65
+    """Share of JPEGs for the GPU's JPEG engine: 0.65 gave 29,900 img/s, 0.9 30,100, 0 15,800. Ignored without one."""
+    device_memory_padding: int = 211_025_920
+    """Bytes of GPU memory set aside per thread, so that a large picture needs no allocation in mid-run."""
+    host_memory_padding: int = 140_544_512
+    """Bytes of page-locked memory set aside twice per thread, for the same reason."""
+
+    def __post_init__(self) -> None:
+        if self.num_threads < 1:
+            raise UserError(f"{self.num_threads} loader threads are too few: give 1 or more")
+        if self.prefetch < 1:
+            raise UserError(f"a prefetch of {self.prefetch} batches is too small: give 1 or more")
+        if not 0 <= self.hw_decoder_load <= 1:
+            raise UserError(f"the hardware decoder's load {self.hw_decoder_load} is a share: give 0 to 1")
+
+
+def encoded_list(payloads: Sequence[memoryview | bytes]) -> TensorListCPU:
+    """Encoded images as DALI tensors over the same memory; it must stay alive until the batch's output was taken."""
+    return TensorListCPU([TensorCPU(payload) for payload in payloads], None, False)
+
+
+class FedPipeline:
+    """A DALI pipeline with its inputs pushed and its outputs popped, in order.
+
+    Args:
+        pipeline: defined, with `depth` as its prefetch depth.
+        depth: batches in flight; the first output needs `depth` pushes.
+
+    An output whose batch failed raises DALI's RuntimeError when it is popped, after the good batches before it.
+    """
+
+    def __init__(self, pipeline: Pipeline, depth: int):
+        pipeline.build()
+        self._pipeline = pipeline
+        self._waiting_for_start = depth
+
+    def push(self, **inputs: np.ndarray | TensorListCPU) -> None:
+        """Feed one batch: input name -> array [batch, ...] or tensors; arrays are used in place until the output."""
+        for name, data in inputs.items():
+            self._pipeline.feed_input(name, data)
+        # DALI starts by taking as many batches at once as it keeps in flight.
+        self._waiting_for_start -= 1
+        if self._waiting_for_start <= 0:
+            self._pipeline.schedule_run()
+
+    def pop(self) -> list[torch.Tensor]:
+        """Wait for the oldest batch; its outputs, owned by the caller, without a copy."""
+        outputs = self._pipeline.share_outputs()
+        tensors = []
+        for output in outputs:
+            tensor = output.as_tensor()
+            # from_dlpack orders the memory's reuse after the work of the device's current stream.
+            if isinstance(tensor, TensorCPU):
+                tensors.append(torch.from_dlpack(tensor))
+            else:
+                with torch.cuda.device(tensor.device_id()):
+                    tensors.append(torch.from_dlpack(tensor))
+        self._pipeline.release_outputs()
+        return tensors
+
+    def close(self) -> None:
+        """End DALI's threads and free its memory; outputs taken before stay valid."""
+        self._pipeline._shutdown()
+
+
+def shape_pipeline(batch_size: int, depth: int) -> FedPipeline:
+    """encoded -> shapes int64 [batch, 3] (height, width, channels) of the upright pictures, from their headers."""
+    pipeline = Pipeline(batch_size, num_threads=1, device_id=None, prefetch_queue_depth=depth)
+    with pipeline:
+        encoded = fn.external_source(name="encoded", dtype=types.UINT8, ndim=1, no_copy=True)
+        pipeline.set_outputs(fn.peek_image_shape(encoded))
+    return FedPipeline(pipeline, depth)
+
+
+def train_pipeline(
+    batch_size: int, image_size: int, device: torch.device, settings: DecoderSettings, depth: int
+) -> FedPipeline:
+    """encoded, crop_start, crop_shape, flip, labels -> images float32 [batch, 3, size, size], labels float32.
+
+    The crop is decoded alone where the format allows it, stretched to the square with linear interpolation, flipped
+    where `flip` is 1, and normalised.
+    """
+    pipeline = _pipeline(batch_size, device, settings, depth)
+    with pipeline:
+        images = fn.decoders.image_slice(
+            fn.external_source(name="encoded", dtype=types.UINT8, ndim=1, no_copy=True),
+            fn.external_source(name="crop_start", dtype=types.INT32, ndim=1),
+            fn.external_source(name="crop_shape", dtype=types.INT32, ndim=1),
+            axes=[0, 1],
+            **_decoder_arguments(device, settings),
+        )
+        images = fn.resize(images, size=(image_size, image_size), interp_type=types.INTERP_LINEAR)
+        flip = fn.external_source(name="flip", dtype=types.INT32, ndim=0)
+        pipeline.set_outputs(_normalise(images, mirror=flip), _labels(device))
+    return FedPipeline(pipeline, depth)
+
+
+def eval_pipeline(
+    batch_size: int, image_size: int, device: torch.device, settings: DecoderSettings, depth: int
+) -> FedPipeline:
+    """encoded, region_start, region_end, labels -> images float32 [batch, 3, size, size], labels float32.
+
+    The region (float32 y and x in source pixels, see `eval_regions`) becomes the square with cubic interpolation:
+    the same as resizing the shorter side and cutting out the centre, without making what is cut off.
+    """
+    pipeline = _pipeline(batch_size, device, settings, depth)
+    arguments = _decoder_arguments(device, settings)
+    if device.type == "cuda":
+        # As the CPU's decoders do it, so that the scores do not depend on where the picture was decoded.
+        arguments["jpeg_fancy_upsampling"] = True
+    with pipeline:
+        encoded = fn.external_source(name="encoded", dtype=types.UINT8, ndim=1, no_copy=True)
+        images = fn.resize(
+            fn.decoders.image(encoded, **arguments),
+            size=(image_size, image_size),
+            roi_start=fn.external_source(name="region_start", dtype=types.FLOAT, ndim=1),
+            roi_end=fn.external_source(name="region_end", dtype=types.FLOAT, ndim=1),
+            interp_type=types.INTERP_CUBIC,
+        )
+        pipeline.set_outputs(_normalise(images), _labels(device))
+    return FedPipeline(pipeline, depth)
+
+
+def eval_regions(image_shapes: np.ndarray, image_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """The part of each picture that the published evaluation shows, in source pixels.
+
+    The shorter side is resized to `image_size`, the longer one to a whole number of pixels rounded down, and the
+    middle square is cut out at a whole pixel.
+
+    Args:
+        image_shapes: heights and widths, [n, 2].
+
+    Returns:
+        start, end: float32 [n, 2], y and x.
+    """
+    shapes = np.asarray(image_shapes, np.int64)
+    resized = image_size * shapes // shapes.min(1, keepdims=True)
+    # np.rint rounds halves to even, as Python's round does in the published code's library.
+    corner = np.rint((resized - image_size) / 2.0)
+    scale = shapes / resized
+    return (corner * scale).astype(np.float32), ((corner + image_size) * scale).astype(np.float32)
+
+
+def _pipeline(batch_size: int, device: torch.device, settings: DecoderSettings, depth: int) -> Pipeline:
+    device_id = None
+    if device.type == "cuda":
+        device_id = torch.cuda.current_device() if device.index is None else device.index
+    return Pipeline(batch_size, num_threads=settings.num_threads, device_id=device_id, prefetch_queue_depth=depth)
+
+
+def _decoder_arguments(device: torch.device, settings: DecoderSettings) -> dict:
+    if device.type == "cpu":
+        return {"device": "cpu", "output_type": types.RGB}
+    return {
+        "device": "mixed",
+        "output_type": types.RGB,
+        "hw_decoder_load": settings.hw_decoder_load,
+        "device_memory_padding": settings.device_memory_padding,
+        "host_memory_padding": settings.host_memory_padding,
+    }
+
+
+def _normalise(images, mirror=0):
+    return fn.crop_mirror_normalize(
+        images,
+        dtype=types.FLOAT,
+        output_layout="CHW",
+        mean=[255 * value for value in MEAN],
+        std=[255 * value for value in STD],
+        mirror=mirror,
+    )
+
+
+def _labels(device: torch.device):
+    labels = fn.external_source(name="labels", dtype=types.FLOAT, ndim=1)
+    return labels.gpu() if device.type == "cuda" else labels
