@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
+# torch 2.13 renamed it.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 def group_size(group: dist.ProcessGroup | None) -> int:
     """Number of ranks in `group` (None: the default group); 1 when torch.distributed is not initialized."""
@@ -22,7 +25,7 @@ def gather_ranks(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     if world_size == 1:
         return tensor.detach().unsqueeze(0)
     gathered = tensor.new_empty((world_size, *tensor.shape))
-    dist.all_gather_into_tensor(gathered.view(-1), tensor.detach().contiguous().view(-1), group=group)
+    _all_gather(gathered.view(-1), tensor.detach().contiguous().view(-1), group=group)
     return gathered
 
 

@@ -50,8 +50,8 @@ class MasterPart:
         return self.view(self.owner)
 
 
-def master_parts(engine: DeepSpeedEngine) -> dict[str, MasterPart]:
-    """This rank's parts of the master weights by parameter name; a parameter without one here is left out.
+def master_parts(engine: DeepSpeedEngine, parameters: Mapping[str, nn.Parameter]) -> dict[str, MasterPart]:
+    """This rank's parts of the masters of some named parameters; a parameter without one here is left out.
 
     Frozen parameters have no master. Covers ZeRO stages 0, 1 and 2 with each of DeepSpeed's optimizers for them; where
     the optimizer works on the parameters themselves, they are their own masters.
@@ -59,11 +59,11 @@ def master_parts(engine: DeepSpeedEngine) -> dict[str, MasterPart]:
     whole = _whole_masters(engine.optimizer)
     groups = engine.basic_optimizer.param_groups
     parts = {}
-    for name, parameter in engine.module.named_parameters():
-        if not parameter.requires_grad:
-            continue
+    for name, parameter in parameters.items():
         if hasattr(parameter, "ds_id"):
             raise UserError("ZeRO stage 3 is not supported: set zero_optimization.stage to 0, 1 or 2")
+        if not parameter.requires_grad:
+            continue
         if hasattr(parameter, "_hp_mapping"):  # ZeRO stages 1 and 2, BF16_Optimizer
             mapping = parameter._hp_mapping
             if mapping is not None:
@@ -99,9 +99,10 @@ def set_masters(engine: DeepSpeedEngine, fp32_state: Mapping[str, Tensor]) -> No
     it on every rank, after `deepspeed.initialize`. Raises ValueError for a parameter that is missing or has another
     number of elements.
     """
-    parts = master_parts(engine)
+    parameters = dict(engine.module.named_parameters())
+    parts = master_parts(engine, parameters)
     precise = engine.module.precise_parameters()
-    for name, parameter in engine.module.named_parameters():
+    for name, parameter in parameters.items():
         if name not in fp32_state:
             raise ValueError(f"no value given for parameter '{name}'")
         value = fp32_state[name].detach().to(parameter.device, torch.float32)
@@ -120,11 +121,9 @@ def set_masters(engine: DeepSpeedEngine, fp32_state: Mapping[str, Tensor]) -> No
 def sync_precise(engine: DeepSpeedEngine) -> None:
     """Bound the temperature's master and bring the module's precise buffers up to the masters.
 
-    Call it on every rank after each optimizer step and after a load. One all-reduce of a few thousand numbers, none
-    with one rank or where every rank holds the masters; nothing waits for the device.
+    Call it on every rank after each optimizer step and after a load. In a bf16 or fp16 engine under ZeRO that is one
+    all-reduce of a few thousand numbers, otherwise no collective; nothing waits for the device.
     """
-    parts = master_parts(engine)
-    _bound_logit_scale(engine, parts)
     precise = {
         name: (parameter, buffer)
         for name, (parameter, buffer) in engine.module.precise_parameters().items()
@@ -132,31 +131,37 @@ def sync_precise(engine: DeepSpeedEngine) -> None:
     }
     if not precise:
         return
+    parts = master_parts(engine, {name: parameter for name, (parameter, _) in precise.items()})
+    _bound_logit_scale(engine, parts)
+    buffers = [buffer for _, buffer in precise.values()]
+    if all(parameter.dtype == torch.float32 for parameter, _ in precise.values()):
+        if LOGIT_SCALE in precise:
+            precise[LOGIT_SCALE][0].clamp_(*LOGIT_SCALE_BOUNDS)
+        values = [parameter for parameter, _ in precise.values()]
+    else:
+        values = _whole_values(engine, precise, parts)
+        if LOGIT_SCALE in precise:
+            precise[LOGIT_SCALE][0].copy_(values[list(precise).index(LOGIT_SCALE)].view(1))
+    torch._foreach_copy_(buffers, [value.view_as(buffer) for value, buffer in zip(values, buffers, strict=True)])
+
+
+def _whole_values(
+    engine: DeepSpeedEngine, precise: Mapping[str, tuple[nn.Parameter, Tensor]], parts: Mapping[str, MasterPart]
+) -> list[Tensor]:
+    """The masters of the precise parameters on every rank, flat and fp32, put together from all ranks' parts."""
+    sizes = [buffer.numel() for _, buffer in precise.values()]
     device = next(iter(precise.values()))[1].device
-    shared = torch.zeros(sum(buffer.numel() for _, buffer in precise.values()), device=device)
-    sources, targets, pieces, start = [], [], [], 0
-    for name, (_, buffer) in precise.items():
-        pieces.append(shared[start : start + buffer.numel()])
+    shared = torch.zeros(sum(sizes), device=device)
+    values = list(shared.split(sizes))
+    for name, value in zip(precise, values, strict=True):
         if name in parts:
             part = parts[name]
-            sources.append(part.value)
-            targets.append(pieces[-1][part.start : part.start + part.count])
-        start += buffer.numel()
-    torch._foreach_copy_(targets, sources)
-    if _is_partitioned(precise) and group_size(engine.data_parallel_group) > 1:
+            value[part.start : part.start + part.count] = part.value
+    partitioned = any(hasattr(parameter, "_hp_mapping") for parameter, _ in precise.values())
+    if partitioned and group_size(engine.data_parallel_group) > 1:
         # Each element comes from one rank and is zero on the others, so the sum is exact.
         dist.all_reduce(shared, group=engine.data_parallel_group)
-    torch._foreach_copy_(
-        [buffer for _, buffer in precise.values()],
-        [piece.view_as(buffer) for piece, (_, buffer) in zip(pieces, precise.values(), strict=True)],
-    )
-    if LOGIT_SCALE in precise:
-        parameter, buffer = precise[LOGIT_SCALE]
-        parameter.copy_(buffer.view_as(parameter))
-
-
-def _is_partitioned(precise: Mapping[str, tuple[nn.Parameter, Tensor]]) -> bool:
-    return any(hasattr(parameter, "_hp_mapping") for parameter, _ in precise.values())
+    return values
 
 
 def _bound_logit_scale(engine: DeepSpeedEngine, parts: Mapping[str, MasterPart]) -> None:

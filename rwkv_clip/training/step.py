@@ -128,13 +128,13 @@ class RandomState:
 
     @classmethod
     def capture(cls, device: torch.device) -> RandomState:
-        from deepspeed.checkpointing import get_cuda_rng_tracker
+        from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
 
         cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         return cls(device, torch.get_rng_state(), cuda, get_cuda_rng_tracker().get_states())
 
     def restore(self) -> None:
-        from deepspeed.checkpointing import get_cuda_rng_tracker
+        from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
 
         torch.set_rng_state(self.cpu)
         if self.cuda is not None:
