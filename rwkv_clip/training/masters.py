@@ -50,12 +50,16 @@ class MasterPart:
         return self.view(self.owner)
 
 
-def master_parts(engine: DeepSpeedEngine, parameters: Mapping[str, nn.Parameter]) -> dict[str, MasterPart]:
-    """This rank's parts of the masters of some named parameters; a parameter without one here is left out.
+def master_parts(
+    engine: DeepSpeedEngine, parameters: Mapping[str, nn.Parameter] | None = None
+) -> dict[str, MasterPart]:
+    """This rank's parts of the masters of some named parameters (default: all); one without a part is left out.
 
     Frozen parameters have no master. Covers ZeRO stages 0, 1 and 2 with each of DeepSpeed's optimizers for them; where
     the optimizer works on the parameters themselves, they are their own masters.
     """
+    if parameters is None:
+        parameters = dict(engine.module.named_parameters())
     whole = _whole_masters(engine.optimizer)
     groups = engine.basic_optimizer.param_groups
     parts = {}
@@ -96,7 +100,7 @@ def set_masters(engine: DeepSpeedEngine, fp32_state: Mapping[str, Tensor]) -> No
     """Write exact weights into the masters, the module's own copies and its precise buffers.
 
     fp32_state: by parameter name, the same on every rank; shapes may differ in ones only (a `logit_scale` of []). Call
-    it on every rank, after `deepspeed.initialize`. Raises ValueError for a parameter that is missing or has another
+    it on every rank, right after `deepspeed.initialize`. Raises ValueError for a parameter that is missing or has another
     number of elements.
     """
     parameters = dict(engine.module.named_parameters())
@@ -114,7 +118,19 @@ def set_masters(engine: DeepSpeedEngine, fp32_state: Mapping[str, Tensor]) -> No
         if name in parts:
             part = parts[name]
             part.value.copy_(value.reshape(-1)[part.start : part.start + part.count])
+    _undo_first_step(engine)
     sync_precise(engine)
+
+
+def _undo_first_step(engine: DeepSpeedEngine) -> None:
+    """DeepSpeed's stage 0 in fp16 and bf16 makes the optimizer take a step on zero gradients, to allocate its state.
+
+    It decays the weights, which `set_masters` puts right, and would halve the first real update.
+    """
+    if _whole_masters(engine.optimizer):
+        for state in engine.basic_optimizer.state.values():
+            for value in state.values():
+                value.zero_()
 
 
 @torch.no_grad()
