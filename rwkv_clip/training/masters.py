@@ -100,8 +100,8 @@ def set_masters(engine: DeepSpeedEngine, fp32_state: Mapping[str, Tensor]) -> No
     """Write exact weights into the masters, the module's own copies and its precise buffers.
 
     fp32_state: by parameter name, the same on every rank; shapes may differ in ones only (a `logit_scale` of []). Call
-    it on every rank, right after `deepspeed.initialize`. Raises ValueError for a parameter that is missing or has another
-    number of elements.
+    it on every rank, right after `deepspeed.initialize`. Raises ValueError for a parameter that is missing or has
+    another number of elements.
     """
     parameters = dict(engine.module.named_parameters())
     parts = master_parts(engine, parameters)
