@@ -16,11 +16,11 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import UserError
-from .dataset import CONTEXT_LENGTH, Dataset
+from .dataset import Dataset
 from .progress import Log, Progress
 from .recordio import RecordFile
+from .tokenizer import CONTEXT_LENGTH, END_TOKEN, START_TOKEN, VOCABULARY_SIZE
 
-START_TOKEN, END_TOKEN, VOCAB_SIZE = 49406, 49407, 49408
 CACHE_NAME = "data_check.json"
 # Encoded images in; per image None, or the reason why it cannot be decoded, out.
 Decode = Callable[[Sequence[memoryview | bytes]], list[str | None]]
@@ -93,9 +93,9 @@ def check_dataset(
 
 def token_fault(label: np.ndarray) -> str | None:
     """Why a label float32 [captions x 77] does not hold token ids of captions, or None."""
-    outside = ~((label >= 0) & (label < VOCAB_SIZE) & (label == np.floor(label)))
+    outside = ~((label >= 0) & (label < VOCABULARY_SIZE) & (label == np.floor(label)))
     if outside.any():
-        return f"its label holds {label[outside][0]:g}, which is no token id (0 to {VOCAB_SIZE - 1})"
+        return f"its label holds {label[outside][0]:g}, which is no token id (0 to {VOCABULARY_SIZE - 1})"
     captions = label.reshape(-1, CONTEXT_LENGTH)
     for number, caption in enumerate(captions):
         if caption[0] != START_TOKEN:
@@ -105,9 +105,11 @@ def token_fault(label: np.ndarray) -> str | None:
     return None
 
 
-def is_empty_caption(captions: np.ndarray) -> np.ndarray:
-    """Which captions [..., 77] have nothing between start and end token."""
-    return captions[..., 1] == END_TOKEN
+def caption_lengths(captions: np.ndarray) -> np.ndarray:
+    """Tokens between start and end token, int64 [...], of captions [..., 77]; 0 is an empty caption."""
+    # The end token is the last id that is not 0; an earlier one is the literal `<end_of_text>` of a caption.
+    from_the_end = (captions[..., ::-1] != 0).argmax(-1)
+    return np.maximum(captions.shape[-1] - from_the_end - 2, 0)
 
 
 def width_fault(dataset: Dataset, width: int) -> str | None:
@@ -144,7 +146,7 @@ def _check_sample(dataset: Dataset, sample: int, decode: Decode | None, report: 
                 fault = token_fault(record.label)
                 if fault is not None:
                     raise UserError(f"{file.rec_path} key {file.key_name(i)}: {fault}; pack the data again")
-                empty += is_empty_caption(record.label.reshape(-1, CONTEXT_LENGTH))
+                empty += caption_lengths(record.label.reshape(-1, CONTEXT_LENGTH)) == 0
             reasons = [None] * len(batch) if decode is None else decode([record.payload for record in records])
             for i, reason in zip(batch, reasons, strict=True):
                 if reason is not None:

@@ -22,15 +22,15 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import UserError
+from . import tokenizer
 from .record_writer import sync_folder
 from .recordio import Record, RecordFile, pair_paths
+from .tokenizer import CONTEXT_LENGTH
 
 MANIFEST_NAME = "dataset.json"
 FORMAT = "rwkv-clip dataset"
 FORMAT_VERSION = 1
-CONTEXT_LENGTH = 77
 MAX_CAPTIONS = 8
-TOKENIZER = "clip-bpe-49408"
 # Captions of the published data, in the order of its labels.
 PUBLISHED_CAPTIONS = ["raw", "synthetic", "generated"]
 # Mapped files cost a descriptor each, and `ulimit -n` is often 1,024.
@@ -44,21 +44,27 @@ def open_dataset(path: str | os.PathLike) -> Dataset:
         UserError: nothing usable is there, or a shard disagrees with the manifest or lacks its index.
     """
     path = Path(path)
+    if path.name == MANIFEST_NAME and path.exists():
+        path = path.parent
+    if path.is_dir() and (path / MANIFEST_NAME).exists():
+        return _open_with_manifest(path)
+    return Dataset(path, [RecordFile(rec_path) for rec_path in find_records(path)])
+
+
+def find_records(path: str | os.PathLike) -> list[Path]:
+    """The `.rec` files of a folder in name order, or the one of a pair named by `X`, `X.rec` or `X.idx`."""
+    path = Path(path)
     if path.is_dir():
-        if (path / MANIFEST_NAME).exists():
-            return _open_with_manifest(path)
         rec_paths = sorted(path.glob("*.rec"))
         if not rec_paths:
             raise UserError(f"{path} holds no *.rec file and no {MANIFEST_NAME}: give the folder that `pack` wrote")
-        return Dataset(path, [RecordFile(rec_path) for rec_path in rec_paths])
-    if path.name == MANIFEST_NAME and path.exists():
-        return _open_with_manifest(path.parent)
+        return rec_paths
     rec_path, idx_path = pair_paths(path)
     if not rec_path.exists():
         near = sorted(entry.name for entry in path.parent.glob("*.rec"))[:4] if path.parent.is_dir() else []
         hint = f"; {path.parent} holds {', '.join(near)}" if near else ""
         raise UserError(f"no data at {path}: neither a folder nor a pair {rec_path.name} + {idx_path.name}{hint}")
-    return Dataset(rec_path, [RecordFile(rec_path, idx_path)])
+    return [rec_path]
 
 
 def read_manifest(folder: str | os.PathLike) -> dict:
@@ -113,7 +119,7 @@ def write_manifest(
         "shards": shards,
         "captions": list(captions),
         "context_length": CONTEXT_LENGTH,
-        "tokenizer": TOKENIZER,
+        "tokenizer": tokenizer.NAME,
         "packed": packed or {},
     }
     partial = folder / f"{MANIFEST_NAME}.partial"
@@ -171,7 +177,9 @@ class Dataset:
         fingerprint: changes when names, sizes, counts or the places of records change.
     """
 
-    def __init__(self, path: Path, files: list[RecordFile], manifest: dict | None = None):
+    def __init__(
+        self, path: Path, files: list[RecordFile], manifest: dict | None = None, caption_names: list[str] | None = None
+    ):
         self.path = path
         self.files = files
         self.manifest = manifest
@@ -179,9 +187,8 @@ class Dataset:
         self._starts = np.concatenate(([0], np.cumsum(self.shard_sizes))).tolist()
         self._mapped: OrderedDict[int, None] = OrderedDict()
         if manifest is not None:
-            self.caption_names = [str(name) for name in manifest["captions"]]
-        else:
-            self.caption_names = _caption_names(files[0])
+            caption_names = [str(name) for name in manifest["captions"]]
+        self.caption_names = caption_names or _first_caption_names(files[0])
         self.num_captions = len(self.caption_names)
         self.label_width = CONTEXT_LENGTH * self.num_captions
         self.fingerprint = self._fingerprint()
@@ -236,13 +243,21 @@ class Dataset:
         return self.__dict__ | {"_mapped": OrderedDict()}
 
 
-def _caption_names(file: RecordFile) -> list[str]:
+def caption_names_of_width(width: int) -> list[str] | None:
+    """Names for the captions of a bare pair whose labels are `width` numbers, or None if these are no captions."""
+    count, rest = divmod(width, CONTEXT_LENGTH)
+    if rest or not 1 <= count <= MAX_CAPTIONS:
+        return None
+    return list(PUBLISHED_CAPTIONS) if count == len(PUBLISHED_CAPTIONS) else [f"caption{i}" for i in range(count)]
+
+
+def _first_caption_names(file: RecordFile) -> list[str]:
     width = len(file.read(0).label)
     file.release()
-    if width % CONTEXT_LENGTH or not 0 < width <= CONTEXT_LENGTH * MAX_CAPTIONS:
+    names = caption_names_of_width(width)
+    if names is None:
         raise UserError(
             f"{file.rec_path} key {file.key_name(0)} has a label of {width} numbers; wanted are 1 to {MAX_CAPTIONS} "
             f"captions x {CONTEXT_LENGTH} token ids: pack the data with `rwkv-clip pack`"
         )
-    count = width // CONTEXT_LENGTH
-    return list(PUBLISHED_CAPTIONS) if count == 3 else [f"caption{i}" for i in range(count)]
+    return names

@@ -7,19 +7,31 @@ final newline, lines in any order, and keys that are words. Keys that are words 
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from ..errors import UserError
 
 
-def read_index(path: Path) -> tuple[np.ndarray | None, np.ndarray]:
-    """Parse an index file.
+class Index(NamedTuple):
+    """A parsed index file.
 
-    Returns:
-        keys: int64 [n], or None when they are 0, 1, ..., n - 1 (or words, which count as that).
+    Attributes:
+        keys: int64 [n], or None when they are 0, 1, ..., n - 1.
         offsets: int64 [n], bytes into the `.rec` file, in the order of the lines.
+        word_keys: the file's keys are words; `keys` is None then, and `read_key_name` finds the word.
+    """
+
+    keys: np.ndarray | None
+    offsets: np.ndarray
+    word_keys: bool
+
+
+def read_index(path: Path) -> Index:
+    """Parse an index file.
 
     Raises:
         UserError: the file cannot be read, holds no record, or a line is not `key offset`.
@@ -30,22 +42,23 @@ def read_index(path: Path) -> tuple[np.ndarray | None, np.ndarray]:
         raise UserError(f"cannot read the index {path}: {error.strerror}") from None
     pairs = _parse_plain(data)
     if pairs is None:
-        keys, offsets = _parse_any(path, data)
+        index = _parse_any(path, data)
     else:
-        keys, offsets = np.ascontiguousarray(pairs[:, 0]), np.ascontiguousarray(pairs[:, 1])
-    if len(offsets) == 0:
+        index = Index(np.ascontiguousarray(pairs[:, 0]), np.ascontiguousarray(pairs[:, 1]), False)
+    if len(index.offsets) == 0:
         raise UserError(
             f"the index {path} lists no record (an interrupted packer leaves that): pack again, or write it anew "
             f"with `rwkv-clip inspect --rebuild-index {path.with_suffix('.rec')}`"
         )
+    keys = index.keys
     if keys is not None and keys[0] == 0 and keys[-1] == len(keys) - 1 and np.array_equal(keys, np.arange(len(keys))):
-        keys = None
-    return keys, offsets
+        return index._replace(keys=None)
+    return index
 
 
-def read_key_names(path: Path) -> list[str]:
-    """The keys as they stand in the file, one per record. Slow for millions of records; for messages."""
-    return [key for _, key, _ in _lines(path, path.read_bytes())]
+def read_key_name(path: Path, i: int) -> str:
+    """The key of record `i` as it stands in the file. Slow for millions of records; for messages."""
+    return next(islice((key for _, key, _ in _lines(path, path.read_bytes())), i, None))
 
 
 def format_index(keys: np.ndarray, offsets: np.ndarray) -> bytes:
@@ -87,7 +100,7 @@ def _lines(path: Path, data: bytes):
             )
 
 
-def _parse_any(path: Path, data: bytes) -> tuple[np.ndarray | None, np.ndarray]:
+def _parse_any(path: Path, data: bytes) -> Index:
     keys: list[int] | None = []
     offsets = []
     for _, key, offset in _lines(path, data):
@@ -100,4 +113,4 @@ def _parse_any(path: Path, data: bytes) -> tuple[np.ndarray | None, np.ndarray]:
                 keys.append(number)
             except ValueError:
                 keys = None
-    return None if keys is None else np.array(keys, np.int64), np.array(offsets, np.int64)
+    return Index(None if keys is None else np.array(keys, np.int64), np.array(offsets, np.int64), keys is None)

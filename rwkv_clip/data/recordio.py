@@ -15,7 +15,7 @@ import numpy as np
 from ..errors import UserError
 from .record_check import IndexReport, check_index
 from .record_format import HEADER, LENGTH_MASK, MAGIC, MAGIC_BYTES, PART, START
-from .record_index import read_index, read_key_names
+from .record_index import Index, read_index, read_key_name
 from .record_writer import RecordWriter
 
 __all__ = ["Record", "RecordFile", "RecordWriter", "pair_paths"]
@@ -62,7 +62,19 @@ class RecordFile:
                 f"{self.rec_path} has no index {self.idx_path.name} beside it: copy it there, or write it with "
                 f"`rwkv-clip inspect --rebuild-index {self.rec_path}`"
             )
-        self._keys, self.offsets = read_index(self.idx_path)
+        self._set_index(read_index(self.idx_path))
+
+    @classmethod
+    def with_index(cls, rec_path: Path, index: Index) -> RecordFile:
+        """A `.rec` file with an index that stands in no file, as `repair.scan_records` finds one."""
+        file = cls.__new__(cls)
+        file.rec_path, file.idx_path = rec_path, rec_path.with_suffix(".idx")
+        file.size_bytes = rec_path.stat().st_size
+        file._set_index(index)
+        return file
+
+    def _set_index(self, index: Index) -> None:
+        self._keys, self.offsets, self._word_keys = index
         self._view: memoryview | None = None
 
     def __len__(self) -> int:
@@ -79,10 +91,12 @@ class RecordFile:
 
     def key_name(self, i: int) -> str:
         """The key of position `i` as the index file spells it."""
-        try:
-            return read_key_names(self.idx_path)[i] if self._keys is None else str(self.key(i))
-        except (OSError, UserError, IndexError):
-            return str(self.key(i))
+        if self._word_keys:
+            try:
+                return read_key_name(self.idx_path, i)
+            except (OSError, UserError, StopIteration):  # the file changed meanwhile
+                pass
+        return str(self.key(i))
 
     def describe(self, i: int) -> str:
         """Where position `i` is, for messages: `name.rec key 17 (byte 80344)`."""
