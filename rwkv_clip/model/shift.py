@@ -6,9 +6,15 @@ from the right, from above, from below), texts two (from the token before, from 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+Directions = tuple[tuple[int, int], ...]
+"""Per group of channels: the axis, and 1 to take the neighbour before or -1 to take the one after."""
+IMAGE_DIRECTIONS: Directions = ((2, 1), (2, -1), (1, 1), (1, -1))
+TEXT_DIRECTIONS: Directions = ((1, 1), (1, -1))
 
 
 def shift_image(x: Tensor, grid: tuple[int, int], num_heads: int, with_cls_token: bool) -> Tensor:
@@ -19,25 +25,41 @@ def shift_image(x: Tensor, grid: tuple[int, int], num_heads: int, with_cls_token
             and stays as it is.
         grid: rows and columns of patches.
     """
-    rows, columns = grid
-    patches = x[:, :-1] if with_cls_token else x
-    quarters = patches.unflatten(2, (num_heads, 4, -1)).unflatten(1, (rows, columns))  # [B, rows, cols, H, 4, N / 4]
-    from_left, from_right, from_above, from_below = quarters.unbind(4)
-    shifted = torch.stack(
-        (
-            F.pad(from_left[:, :, :-1], (0, 0, 0, 0, 1, 0)),
-            F.pad(from_right[:, :, 1:], (0, 0, 0, 0, 0, 1)),
-            F.pad(from_above[:, :-1], (0, 0, 0, 0, 0, 0, 1, 0)),
-            F.pad(from_below[:, 1:], (0, 0, 0, 0, 0, 0, 0, 1)),
-        ),
-        dim=4,
-    ).reshape(patches.shape)
-    return torch.cat((shifted, x[:, -1:]), dim=1) if with_cls_token else shifted
+    if with_cls_token:
+        return torch.cat((shift_image(x[:, :-1], grid, num_heads, False), x[:, -1:]), dim=1)
+    groups = x.unflatten(2, (num_heads, 4, -1)).unflatten(1, grid)  # [B, rows, columns, H, 4, N / 4]
+    return _Shift.apply(groups, IMAGE_DIRECTIONS).view(x.shape)
 
 
-def shift_text(x: Tensor, grid: tuple[int, int] | None, num_heads: int) -> Tensor:
+def shift_text(x: Tensor, grid: None, num_heads: int) -> Tensor:
     """Two-way 1-D shift by one token: (B, T, C) -> (B, T, C); C / num_heads is even, `grid` is not used."""
-    halves = x.unflatten(2, (num_heads, 2, -1))  # [B, T, H, 2, N / 2]
-    from_before, from_after = halves.unbind(3)
-    shifted = (F.pad(from_before[:, :-1], (0, 0, 0, 0, 1, 0)), F.pad(from_after[:, 1:], (0, 0, 0, 0, 0, 1)))
-    return torch.stack(shifted, dim=3).reshape(x.shape)
+    groups = x.unflatten(2, (num_heads, 2, -1))  # [B, T, H, 2, N / 2]
+    return _Shift.apply(groups, TEXT_DIRECTIONS).view(x.shape)
+
+
+class _Shift(torch.autograd.Function):
+    """Shift of groups [B, ..., H, groups, channels]; its gradient is the shift in the opposite directions.
+
+    Written out because autograd's own gradient of the slices fills and adds a whole tensor for each of them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, groups: Tensor, directions: Directions) -> Tensor:
+        ctx.directions = directions
+        return _shift_groups(groups, directions)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        opposite = tuple((axis, -step) for axis, step in ctx.directions)
+        return _shift_groups(gradient, opposite), None
+
+
+def _shift_groups(groups: Tensor, directions: Directions) -> Tensor:
+    shifted = groups.new_empty(groups.shape)
+    for group, (axis, step) in enumerate(directions):
+        source, target = groups.select(-2, group), shifted.select(-2, group)
+        inner = groups.shape[axis] - 1
+        filled, taken, border = (1, 0, 0) if step > 0 else (0, 1, inner)
+        target.narrow(axis, filled, inner).copy_(source.narrow(axis, taken, inner))
+        target.narrow(axis, border, 1).zero_()
+    return shifted
