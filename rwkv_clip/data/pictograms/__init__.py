@@ -1,0 +1,1 @@
+"""Emoji drawings from the npm registry as a small, real image-text data set."""

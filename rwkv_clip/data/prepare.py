@@ -1,0 +1,44 @@
+"""`rwkv-clip prepare NAME OUT`: build a ready data set, in the layout that `prepared` describes."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import time
+from pathlib import Path
+
+from ..errors import UserError
+from . import prepared
+
+# Each module offers DEFAULT_SIZE, recipe(size) -> dict and make(folder, size) -> statistics.
+DATA_SETS = {
+    "pictograms": ("rwkv_clip.data.pictograms.build", "emoji drawings of seven artists (needs npm and the network)"),
+    "shapes": ("rwkv_clip.data.shapes", "rendered shapes with held-out combinations (needs neither)"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    names = parser.add_subparsers(dest="name", metavar="NAME", required=True)
+    for name, (_, summary) in DATA_SETS.items():
+        subparser = names.add_parser(name, help=summary, description=summary)
+        subparser.add_argument("out", type=Path, metavar="OUT", help="folder to make")
+        subparser.add_argument("--size", type=int, help="longer side of the pictures in pixels")
+
+
+def run(args: argparse.Namespace) -> int:
+    module = importlib.import_module(DATA_SETS[args.name][0])
+    size = module.DEFAULT_SIZE if args.size is None else args.size
+    if not 16 <= size <= 1024:
+        raise UserError(f"--size is {size}: give 16 to 1024 pixels")
+    start = time.monotonic()
+    out = args.out.absolute()
+    stats = prepared.build(out, module.recipe(size), lambda folder: module.make(folder, size))
+    if stats is None:
+        print(f"{out} is ready already; nothing to do")
+        return 0
+    print(f"{stats['train']:,} training pairs in {out} ({time.monotonic() - start:.0f} s)")
+    for name, count in stats["retrieval"].items():
+        print(f"  retrieval {name}: {count:,} pictures")
+    for name, sizes in stats["zero_shot"].items():
+        print(f"  zero-shot {name}: {sizes['num_images']:,} pictures, {sizes['num_classes']} classes")
+    return 0
