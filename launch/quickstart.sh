@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# From an empty checkout to a trained and scored model: install, prepare real pairs, pack them, train RWKV-CLIP-Nano
+# under the deepspeed launcher, evaluate on pictures that training never saw. A second run skips what is done.
+#
+#   OUT   where data and run go (default: ./quickstart)
+#   SEED  seed of weights and data order (default: 1467)
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+out=${OUT:-quickstart}
+seed=${SEED:-1467}
+run=$out/run-$seed
+
+bash launch/install.sh
+export PATH="$PWD/.venv/bin:$PATH"
+mkdir -p "$out"
+
+# 1. Pairs: pictograms of seven artists; without npm or the network, rendered shapes.
+data=pictograms
+if [ -e "$out/shapes/stats.json" ] && [ ! -e "$out/pictograms/stats.json" ]; then
+    data=shapes
+elif ! rwkv-clip prepare pictograms "$out/pictograms"; then
+    echo "quickstart: the pictograms cannot be had here (see above); taking rendered shapes instead"
+    data=shapes
+    rwkv-clip prepare shapes "$out/shapes"
+fi
+
+# 2. Shards.
+rwkv-clip pack "$out/$data/train.tsv" "$out/$data-packed"
+
+# 3. Training: on one GPU if there is one, otherwise on the CPU; the command is the same.
+if [ -e "$run/weights.pt" ]; then
+    echo "quickstart: $run is trained already"
+else
+    deepspeed --num_gpus 1 launch/train.py \
+        --model RWKV-CLIP-Nano --train-data "$out/$data-packed" --output "$run" --resume auto \
+        --deepspeed_config ds_configs/zero1_bf16.json --batch-size 256 --epochs 8 --lr 2e-3 --seed "$seed"
+fi
+
+# 4. Scores, each beside chance.
+rwkv-clip evaluate "$run" --data "$out/$data" --json "$run/scores.json"
+echo
+echo "watch the curves:  $PWD/.venv/bin/tensorboard --logdir $out"
