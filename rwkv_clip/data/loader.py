@@ -258,11 +258,9 @@ class Loader:
     def _start(self, position: _Position) -> None:
         self._stop()
         size, settings = self.micro_batch_size, self._settings
-        # A pipeline starts when it is full, so a short validation pass needs shallow ones.
-        left = self.steps_per_epoch - position.step if not self.train else settings.prefetch + _SHAPES_AHEAD
         make = train_pipeline if self.train else eval_pipeline
-        self._decoder = make(size, self._image_size, self._device, settings, depth=min(settings.prefetch, left))
-        self._shapes = shape_pipeline(size, depth=min(_SHAPES_AHEAD, left))
+        self._decoder = make(size, self._image_size, self._device, settings)
+        self._shapes = shape_pipeline(size, _SHAPES_AHEAD)
         self._next = position
 
     def _stop(self) -> None:

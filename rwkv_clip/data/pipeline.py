@@ -64,29 +64,36 @@ def encoded_list(payloads: Sequence[memoryview | bytes]) -> TensorListCPU:
 class FedPipeline:
     """A DALI pipeline with its inputs pushed and its outputs popped, in order.
 
+    An output whose batch failed raises DALI's RuntimeError when it is popped, after the good batches before it.
+
     Args:
         pipeline: defined, with `depth` as its prefetch depth.
-        depth: batches in flight; the first output needs `depth` pushes.
-
-    An output whose batch failed raises DALI's RuntimeError when it is popped, after the good batches before it.
+        depth: batches in flight.
     """
 
     def __init__(self, pipeline: Pipeline, depth: int):
         pipeline.build()
-        self._pipeline = pipeline
-        self._waiting_for_start = depth
+        self._pipeline: Pipeline | None = pipeline
+        self._missing = depth
+        self._last: dict = {}
 
     def push(self, **inputs: np.ndarray | TensorListCPU) -> None:
-        """Feed one batch: input name -> array [batch, ...] or tensors; arrays are used in place until the output."""
+        """Feed one batch: input name -> array [batch, ...] or tensors, which stay untouched until the output."""
         for name, data in inputs.items():
             self._pipeline.feed_input(name, data)
         # DALI starts by taking as many batches at once as it keeps in flight.
-        self._waiting_for_start -= 1
-        if self._waiting_for_start <= 0:
+        self._missing -= 1
+        if self._missing <= 0:
             self._pipeline.schedule_run()
+        self._last = inputs
 
     def pop(self) -> list[torch.Tensor]:
-        """Wait for the oldest batch; its outputs, owned by the caller, without a copy."""
+        """Wait for the oldest batch; its outputs, owned by the caller, without a copy.
+
+        If too few batches were pushed for a start, the last one fills up, and there is nothing to push any more.
+        """
+        while self._missing > 0:
+            self.push(**self._last)
         outputs = self._pipeline.share_outputs()
         tensors = []
         for output in outputs:
@@ -102,7 +109,8 @@ class FedPipeline:
 
     def close(self) -> None:
         """End DALI's threads and free its memory; outputs taken before stay valid."""
-        self._pipeline._shutdown()
+        self._pipeline = None
+        self._last = {}
 
 
 def shape_pipeline(batch_size: int, depth: int) -> FedPipeline:
@@ -114,15 +122,13 @@ def shape_pipeline(batch_size: int, depth: int) -> FedPipeline:
     return FedPipeline(pipeline, depth)
 
 
-def train_pipeline(
-    batch_size: int, image_size: int, device: torch.device, settings: DecoderSettings, depth: int
-) -> FedPipeline:
+def train_pipeline(batch_size: int, image_size: int, device: torch.device, settings: DecoderSettings) -> FedPipeline:
     """encoded, crop_start, crop_shape, flip, labels -> images float32 [batch, 3, size, size], labels float32.
 
     The crop is decoded alone where the format allows it, stretched to the square with linear interpolation, flipped
     where `flip` is 1, and normalised.
     """
-    pipeline = _pipeline(batch_size, device, settings, depth)
+    pipeline = _pipeline(batch_size, device, settings)
     with pipeline:
         images = fn.decoders.image_slice(
             fn.external_source(name="encoded", dtype=types.UINT8, ndim=1, no_copy=True),
@@ -134,18 +140,16 @@ def train_pipeline(
         images = fn.resize(images, size=(image_size, image_size), interp_type=types.INTERP_LINEAR)
         flip = fn.external_source(name="flip", dtype=types.INT32, ndim=0)
         pipeline.set_outputs(_normalise(images, mirror=flip), _labels(device))
-    return FedPipeline(pipeline, depth)
+    return FedPipeline(pipeline, settings.prefetch)
 
 
-def eval_pipeline(
-    batch_size: int, image_size: int, device: torch.device, settings: DecoderSettings, depth: int
-) -> FedPipeline:
+def eval_pipeline(batch_size: int, image_size: int, device: torch.device, settings: DecoderSettings) -> FedPipeline:
     """encoded, region_start, region_end, labels -> images float32 [batch, 3, size, size], labels float32.
 
     The region (float32 y and x in source pixels, see `eval_regions`) becomes the square with cubic interpolation:
     the same as resizing the shorter side and cutting out the centre, without making what is cut off.
     """
-    pipeline = _pipeline(batch_size, device, settings, depth)
+    pipeline = _pipeline(batch_size, device, settings)
     arguments = _decoder_arguments(device, settings)
     if device.type == "cuda":
         # As the CPU's decoders do it, so that the scores do not depend on where the picture was decoded.
@@ -160,7 +164,7 @@ def eval_pipeline(
             interp_type=types.INTERP_CUBIC,
         )
         pipeline.set_outputs(_normalise(images), _labels(device))
-    return FedPipeline(pipeline, depth)
+    return FedPipeline(pipeline, settings.prefetch)
 
 
 def eval_regions(image_shapes: np.ndarray, image_size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -183,11 +187,13 @@ def eval_regions(image_shapes: np.ndarray, image_size: int) -> tuple[np.ndarray,
     return (corner * scale).astype(np.float32), ((corner + image_size) * scale).astype(np.float32)
 
 
-def _pipeline(batch_size: int, device: torch.device, settings: DecoderSettings, depth: int) -> Pipeline:
+def _pipeline(batch_size: int, device: torch.device, settings: DecoderSettings) -> Pipeline:
     device_id = None
     if device.type == "cuda":
         device_id = torch.cuda.current_device() if device.index is None else device.index
-    return Pipeline(batch_size, num_threads=settings.num_threads, device_id=device_id, prefetch_queue_depth=depth)
+    return Pipeline(
+        batch_size, num_threads=settings.num_threads, device_id=device_id, prefetch_queue_depth=settings.prefetch
+    )
 
 
 def _decoder_arguments(device: torch.device, settings: DecoderSettings) -> dict:
