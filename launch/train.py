@@ -1,0 +1,76 @@
+"""Train RWKV-CLIP.
+
+One machine, all GPUs:      deepspeed launch/train.py --model RWKV-CLIP-B-32 --train-data DATA --output RUN \
+                                --deepspeed_config ds_configs/zero1_bf16.json
+Several machines:           deepspeed --hostfile hosts launch/train.py ... --expect-world-size 16
+With torchrun or SLURM:     torchrun --nproc-per-node 8 launch/train.py ...      srun python launch/train.py ...
+One process, GPU or CPU:    python launch/train.py ... --batch-size 64
+Go on after a stop:         the same command with --resume auto
+
+Watch it with `tensorboard --logdir RUN`. SIGTERM, SIGUSR1 or Ctrl-C to any process: save, and stop. All flags: --help.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from rwkv_clip.errors import UserError, report
+from rwkv_clip.training.arguments import parse_arguments
+from rwkv_clip.training.distributed import CommonError, World, choose_device, meet, start_collectives
+from rwkv_clip.training.launcher import check_launcher, find_place
+from rwkv_clip.training.log import logger, start_log
+from rwkv_clip.training.signals import StopRequest
+from rwkv_clip.training.watchdog import Watchdog, announce_failure
+
+
+def main() -> int:
+    """The exit status: 0 when the run is complete or was asked to stop, 2 for a user's mistake, 1 for a failure."""
+    world: World | None = None
+    try:
+        args = parse_arguments()
+        place = find_place(args.local_rank)
+        check_launcher(place)
+        if args.expect_world_size not in (None, place.world_size):
+            raise UserError(
+                f"--expect-world-size is {args.expect_world_size} but {place.world_size} process(es) were started "
+                f"({place.launcher}): check the hostfile and the launcher's settings"
+            )
+        start_log(place.rank == 0)
+        device = choose_device(place)
+        job = repr(sorted((name, value) for name, value in vars(args).items() if name not in ("given", "local_rank")))
+        world = meet(place, device, args.start_timeout, job)
+        place.export()
+        stop = StopRequest()
+        watchdog = Watchdog(world, job, stop)
+        watchdog.start()
+        start_collectives(world)
+
+        from rwkv_clip.training.job import run_job  # after the device is chosen: it imports DALI and DeepSpeed
+
+        run_job(args, world, stop)
+        world.wait()
+        watchdog.stop()
+        return 0
+    except UserError as error:
+        if world is None or world.is_first or not isinstance(error, CommonError):
+            report(error)
+        if world is not None and not isinstance(error, CommonError):
+            announce_failure(world, str(error))
+        return 2
+    except BaseException as error:
+        logger.exception("rank %s failed", world.rank if world else os.environ.get("RANK", 0))
+        if world is not None:
+            announce_failure(world, f"{type(error).__name__}: {error}")
+        return 1
+    finally:
+        if world is not None:
+            world.leave()
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: after a failure, threads of DALI, NCCL and gloo may wait for peers that are gone.
+    os._exit(status)

@@ -1,0 +1,155 @@
+"""The DeepSpeed engine of a run: model, optimizer, schedule and precision as the resolved configuration says."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+
+from ..errors import UserError
+from ..model.clip import RWKVCLIP
+from .config import ACTIVATION_CHECKPOINTING_SWITCH, checkpoints_activations
+from .distributed import World
+from .masters import set_masters
+from .optimizer import build_optimizer, parameter_groups
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+# DeepSpeed's own monitors write at x = samples; the run's writer takes their place.
+_TENSORBOARD_OFF = {"enabled": False}
+
+
+def deepspeed_form(config: dict[str, Any]) -> dict[str, Any]:
+    """The resolved configuration as DeepSpeed gets it: without TensorBoard, which is written here."""
+    config = copy.deepcopy(config)
+    if "tensorboard" in config:
+        config["tensorboard"] = dict(_TENSORBOARD_OFF)
+    config.get("activation_checkpointing", {}).pop(ACTIVATION_CHECKPOINTING_SWITCH, None)
+    if config.get("wall_clock_breakdown") or config.get("memory_breakdown"):
+        config.setdefault("log_level", "info")  # where DeepSpeed prints them
+    return config
+
+
+def validate_config(config: dict[str, Any], source: str) -> None:
+    """Let DeepSpeed read a resolved configuration; `UserError` with its reason when it cannot."""
+    from deepspeed import DeepSpeedConfig
+
+    try:
+        DeepSpeedConfig(deepspeed_form(config))
+    except Exception as error:
+        raise UserError(f"{source}: DeepSpeed refuses it: {_first_reason(error)}") from None
+
+
+def _first_reason(error: Exception) -> str:
+    """pydantic's errors say the section, the key and the fault on three lines."""
+    errors = getattr(error, "errors", None)
+    if callable(errors) and errors():
+        first = errors()[0]
+        return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']} (found {first.get('input')!r})"
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def lock_towers(model: RWKVCLIP, lock_image: bool, lock_text: bool) -> None:
+    """Freeze a tower's weights."""
+    for locked, tower in ((lock_image, model.image_model), (lock_text, model.text_model)):
+        if locked:
+            tower.requires_grad_(False)
+
+
+def set_training_mode(model: RWKVCLIP) -> None:
+    """Training mode, with frozen towers left in evaluation mode: no drop path, no dropout."""
+    model.train()
+    for tower in (model.image_model, model.text_model):
+        if not any(parameter.requires_grad for parameter in tower.parameters()):
+            tower.eval()
+
+
+def frozen_weights(model: RWKVCLIP) -> dict[str, Tensor]:
+    """fp32 copies, on the CPU, of the weights that no optimizer will hold; take them before the engine casts them."""
+    return {
+        name: parameter.detach().to("cpu", torch.float32, copy=True)
+        for name, parameter in model.named_parameters()
+        if not parameter.requires_grad
+    }
+
+
+@torch.no_grad()
+def restore_frozen(model: RWKVCLIP, weights: dict[str, Tensor]) -> None:
+    """Write frozen fp32 weights into the module and its precise buffers."""
+    parameters = dict(model.named_parameters())
+    precise = model.precise_parameters()
+    for name, value in weights.items():
+        parameters[name].copy_(value.view_as(parameters[name]))
+        if name in precise:
+            precise[name][1].copy_(value.view_as(precise[name][1]))
+
+
+def _leave_out_muon(config: dict[str, Any]) -> None:
+    """Spare the start 4 seconds: DeepSpeed imports the Muon optimizer to ask whether ours is one, and with it torch's
+    whole compiler. A stand-in answers as well, unless Muon is wanted."""
+    name = "deepspeed.runtime.zero.muon.muon_optimizer"
+    if name not in sys.modules and "muon" not in config.get("optimizer", {}).get("type", "").lower():
+        sys.modules[name] = ModuleType(name)
+        sys.modules[name].MuonWithAuxAdam = type("MuonWithAuxAdam", (), {})
+
+
+def build_engine(
+    model: RWKVCLIP,
+    config: dict[str, Any],
+    args: argparse.Namespace,
+    world: World,
+    lr_factor: Callable[[int], float],
+) -> DeepSpeedEngine:
+    """Wrap a fp32 model on the CPU. The engine's masters equal the model's weights to the bit.
+
+    config: resolved. lr_factor: factor on the peak rate by optimizer step, unless the JSON has a scheduler section.
+    """
+    _leave_out_muon(config)
+    import deepspeed
+
+    exact = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    form = deepspeed_form(config)
+    if checkpoints_activations(config):
+        deepspeed.checkpointing.configure(None, deepspeed_config=form)
+        model.set_activation_checkpointing(deepspeed.checkpointing.non_reentrant_checkpoint)
+    optimizer, groups = _optimizer(model, config, args)
+    engine, *_ = deepspeed.initialize(
+        args=SimpleNamespace(device_rank=world.device.index or 0),
+        model=model,
+        optimizer=optimizer,
+        model_parameters=groups,
+        lr_scheduler=None if "scheduler" in config else lambda basic: LambdaLR(basic, lr_factor),
+        config=form,
+    )
+    # Its events have x = samples; the monitors themselves are used by the run's writer.
+    engine.monitor.enabled = False
+    set_masters(engine, exact)
+    set_training_mode(engine.module)
+    return engine
+
+
+def _optimizer(
+    model: RWKVCLIP, config: dict[str, Any], args: argparse.Namespace
+) -> tuple[torch.optim.Optimizer | None, list[dict[str, Any]] | None]:
+    """(our optimizer, None), or (None, parameter groups) when the JSON names one for DeepSpeed to build."""
+    if "optimizer" in config:
+        params = config["optimizer"]["params"]
+        groups = parameter_groups(model, params["lr"], params.get("weight_decay", 0.0))
+        # DeepSpeed's optimizers take no names.
+        return None, [{name: value for name, value in group.items() if name != "name"} for group in groups]
+    betas = (args.beta1, args.beta2)
+    offload = config["zero_optimization"].get("offload_optimizer", {}).get("device", "none")
+    if offload == "cpu":
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        groups = parameter_groups(model, args.lr, args.weight_decay)
+        return DeepSpeedCPUAdam(groups, lr=args.lr, betas=betas, eps=args.eps, adamw_mode=True), None
+    return build_optimizer(model, args.lr, args.weight_decay, betas, args.eps), None

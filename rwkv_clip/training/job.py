@@ -1,0 +1,195 @@
+"""The whole job on one rank: plan, op, model, engine, resume, loop, final weights."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..model.clip import RWKVCLIP
+from ..model.published import published_state_dict, save
+from ..version import __version__
+from .checkpoint import Checkpoints
+from .config import checkpoints_activations, precision_name
+from .distributed import World
+from .engine import build_engine, frozen_weights, lock_towers, restore_frozen
+from .log import log_to_file, logger, phase
+from .loop import Loop, Parts
+from .loss import ClipLoss
+from .masters import sync_precise
+from .metrics import Interval, MetricWriter
+from .plan import Plan, make_plan
+from .signals import StopRequest
+from .validation import Evaluator
+from .weights import gather_weights
+
+
+def run_job(args: argparse.Namespace, world: World, stop: StopRequest) -> None:
+    """Train as the arguments say; every rank of `world` calls it."""
+    started = time.monotonic()
+    plan = make_plan(args, world)
+    if world.is_first:
+        log_to_file(plan.run.log)
+    _introduce(plan, world)
+    with world.together(), phase("preparing the WKV6 op"):
+        from ..ops import prepare
+
+        implementation = prepare(world.device.type)
+    logger.info("WKV6 runs on: %s", implementation)
+    with phase("building the model"):
+        model = _build_model(plan)
+    frozen = frozen_weights(model)
+    with phase("building the engine"):
+        engine = build_engine(model, plan.config, args, world, plan.lr_factor())
+    # Drop path and dropout differ between ranks; the weights were drawn alike.
+    torch.manual_seed(args.seed + 1 + world.rank)
+    checkpoints = Checkpoints(world, plan.run.checkpoints, args.keep_last, args.keep_every)
+    with world.together():
+        if world.is_first:
+            checkpoints.prepare(plan.resume_from)
+    loop = _assemble(plan, world, stop, engine, checkpoints, frozen)
+    stop.install()
+    try:
+        logger.info("training begins %.1f s after the start", time.monotonic() - started)
+        completed = loop.run()
+    finally:
+        stop.uninstall()
+    _finish(plan, world, engine, loop, frozen, completed, stop)
+
+
+def _introduce(plan: Plan, world: World) -> None:
+    config = plan.config
+    logger.info(
+        "rwkv-clip %s: %s on %d x %s (%s), %s, ZeRO stage %d%s",
+        __version__,
+        plan.model_config.name,
+        world.world_size,
+        torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU",
+        socket.gethostname(),
+        precision_name(config),
+        config["zero_optimization"]["stage"],
+        ", activation checkpointing" if checkpoints_activations(config) else "",
+    )
+    logger.info(
+        "%s records in %d shard(s), %d captions each; global batch %s; %d steps per epoch, %d epochs, %d steps",
+        f"{len(plan.data):,}",
+        len(plan.data.shard_sizes),
+        plan.data.num_captions,
+        plan.sizes,
+        plan.sampler.steps_per_epoch,
+        plan.args.epochs,
+        plan.total_steps,
+    )
+    if plan.sizes.accumulation > 1:
+        negatives = "the whole global batch" if plan.args.accumulation == "global" else "each micro batch alone"
+        logger.info("gradient accumulation: the negatives are those of %s", negatives)
+
+
+def _build_model(plan: Plan) -> RWKVCLIP:
+    """The fp32 model on the CPU, with fresh or pretrained weights."""
+    torch.manual_seed(plan.args.seed)
+    model = RWKVCLIP(plan.model_config)
+    if plan.pretrained is not None:
+        model.load_state_dict(plan.pretrained)
+        plan.pretrained = None
+    lock_towers(model, plan.args.lock_image, plan.args.lock_text)
+    return model
+
+
+def _assemble(plan: Plan, world: World, stop: StopRequest, engine: Any, checkpoints: Checkpoints, frozen: dict) -> Loop:
+    """Load the checkpoint to go on from, write the run's description, and put the loop together."""
+    args, state = plan.args, plan.resume_state
+    # The data are shared out as the engine shares out the gradients.
+    rank, world_size = dist.get_rank(engine.data_parallel_group), engine.dp_world_size
+    loader = plan.loader(rank, world_size, world.device)
+    val_loader = plan.val_loader(rank, world_size, world.device)
+    if plan.resume_from is not None:
+        with phase("loading the checkpoint"):
+            kept = checkpoints.load(engine, plan.resume_from, state)
+            frozen.update(kept)
+            restore_frozen(engine.module, kept)
+            sync_precise(engine)
+        loader.load_state_dicts(state["loaders"])
+        logger.info("going on from %s (step %d)", plan.resume_from, plan.position.step)
+        if plan.resume_from.parent.resolve() != plan.run.checkpoints.resolve():
+            checkpoints.saved_step = None  # this run has none of its own yet
+    elif frozen:
+        restore_frozen(engine.module, frozen)
+    metrics = None
+    with world.together():
+        if world.is_first:
+            plan.run.describe(_plain(args), plan.model_config.to_dict(), plan.config)
+            metrics = _metric_writer(plan, engine)
+    parts = Parts(
+        world=world,
+        engine=engine,
+        loader=loader,
+        loss=ClipLoss(engine.data_parallel_group, args.negatives, args.loss_chunk),
+        checkpoints=checkpoints,
+        describe=lambda: plan.description() | {"loaders": _loader_states(world, loader)},
+        frozen=frozen,
+        evaluator=Evaluator(world, val_loader, _scorer(plan, world), stop),
+        metrics=metrics,
+        interval=Interval(world.device, plan.sizes.all_ranks, world.world_size, plan.data.caption_names),
+        stop=stop,
+    )
+    due = bool(state and state["evaluation_due"]) and not (
+        metrics is not None and metrics.evaluated(plan.position.step)
+    )
+    due = bool(world.from_first(due))
+    return Loop(parts, args, plan.position, evaluation_due=due and parts.evaluator.has_work)
+
+
+def _plain(args: argparse.Namespace) -> dict[str, Any]:
+    return {
+        name: value for name, value in sorted(vars(args).items()) if name not in ("given", "local_rank", "deepspeed")
+    }
+
+
+def _loader_states(world: World, loader: Any) -> list[dict[str, Any]]:
+    return [json.loads(text) for text in world.gather(json.dumps(loader.state_dict()))]
+
+
+def _metric_writer(plan: Plan, engine: Any) -> MetricWriter:
+    section = plan.config.get("tensorboard", {})
+    folder: Path | None = plan.run.tensorboard
+    if not section.get("enabled", True):
+        folder = None
+    elif section.get("output_path"):
+        folder = Path(section["output_path"]) / section.get("job_name", plan.run.path.name)
+    others = (
+        engine.monitor.write_events
+        if any(plan.config.get(name) for name in ("wandb", "csv_monitor", "comet"))
+        else None
+    )
+    return MetricWriter(plan.run.metrics, folder, plan.position.step, others)
+
+
+def _scorer(plan: Plan, world: World) -> Any:
+    """model -> zero-shot and retrieval scores of --eval-data."""
+    if plan.args.eval_data is None:
+        return None
+    from ..evaluation.evaluate import evaluate_folder
+
+    folder, batch_size = Path(plan.args.eval_data), max(plan.sizes.micro, 32)
+    return lambda model: evaluate_folder(model, folder, world.device, batch_size=batch_size)
+
+
+def _finish(
+    plan: Plan, world: World, engine: Any, loop: Loop, frozen: dict, completed: bool, stop: StopRequest
+) -> None:
+    step = loop.position.step
+    if completed:
+        weights = gather_weights(engine, frozen)
+        if world.is_first:
+            save(plan.run.weights, published_state_dict(weights))
+            logger.info("the run is complete after %d steps: weights in %s", step, plan.run.weights)
+    else:
+        logger.info("stopped by %s after step %d, saved; go on with --resume auto", stop.reason, step)
+    loop.close()

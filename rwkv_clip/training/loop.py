@@ -1,0 +1,247 @@
+"""The training loop: batches in, optimizer steps, and what is due after each of them.
+
+After a step, in this order: the log, a checkpoint, an evaluation, a stop that was asked for. Everything goes by the
+number of optimizer steps, so that a resumed run does the same things at the same steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..data.loader import Batch, Loader
+from .checkpoint import Checkpoints, Position
+from .distributed import CommonError, World
+from .log import duration, logger
+from .metrics import Interval, MetricWriter
+from .signals import Agreement, StopRequest
+from .step import train_step
+from .validation import Evaluator
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+# What one rank may ask all others for, by the exchange that goes with each step; the highest wins.
+NOTHING, SAVE, STOP = 0, 1, 2
+
+
+@dataclass
+class Parts:
+    """What the loop works with."""
+
+    world: World
+    engine: DeepSpeedEngine
+    loader: Loader
+    loss: Callable
+    checkpoints: Checkpoints
+    describe: Callable[[], dict[str, Any]]
+    """What is written into a checkpoint beside the position; all ranks call it."""
+    frozen: dict[str, Tensor]
+    """fp32 weights of a locked tower, by name."""
+    evaluator: Evaluator
+    metrics: MetricWriter | None
+    """On rank 0."""
+    interval: Interval
+    stop: StopRequest
+
+
+class Loop:
+    """Trains from a position to the end of the last epoch, or until asked to stop."""
+
+    def __init__(self, parts: Parts, args: argparse.Namespace, position: Position, evaluation_due: bool) -> None:
+        self._parts = parts
+        self._args = args
+        self._start = position
+        self.position = position
+        self._global_batch = parts.engine.train_batch_size()
+        self._steps_per_epoch = parts.loader.steps_per_epoch
+        self.total_steps = total_steps(position, args.epochs, self._steps_per_epoch, self._global_batch)
+        self._evaluation_due = evaluation_due
+        self._agreement = Agreement(parts.world.device)
+        self._skipped: list[int] = []
+        self._last_save = time.monotonic()
+
+    def run(self) -> bool:
+        """True when the run is complete, False when it was stopped. Either way its last step is saved."""
+        if self._evaluation_due and not self._evaluate():
+            return False
+        start = self._start
+        for epoch in range(start.epoch, self._args.epochs):
+            first_step = start.samples // self._global_batch if epoch == start.epoch else 0
+            batches = self._parts.loader.epoch(epoch, first_step)
+            for step_of_epoch in range(first_step, self._steps_per_epoch):
+                self._step(epoch, step_of_epoch, batches)
+                if self._after_step():
+                    self._save()
+                    return False
+        self._save()
+        return True
+
+    def close(self) -> None:
+        """End the loader's threads and close the metrics' files."""
+        self._parts.loader.close()
+        if self._parts.metrics is not None:
+            self._parts.metrics.close()
+
+    def _step(self, epoch: int, step_of_epoch: int, batches: Iterator[Batch]) -> None:
+        parts = self._parts
+        started = time.perf_counter()
+        micro_batches = [next(batches) for _ in range(parts.loader.accumulation_steps)]
+        wait = time.perf_counter() - started
+        rates = learning_rates(parts.engine)
+        result = train_step(parts.engine, micro_batches, parts.loss, self._args.accumulation)
+        ended = step_of_epoch + 1 == self._steps_per_epoch
+        self.position = Position(
+            step=self.position.step + 1,
+            epoch=epoch + 1 if ended else epoch,
+            samples=0 if ended else (step_of_epoch + 1) * self._global_batch,
+        )
+        captions = torch.cat([batch.caption_index for batch in micro_batches])
+        parts.interval.add(self.position.step, result, parts.engine.get_global_grad_norm(), rates, wait, captions)
+        if not result.applied:
+            self._skip(epoch, micro_batches)
+
+    def _skip(self, epoch: int, micro_batches: list[Batch]) -> None:
+        """DeepSpeed left a step out, as a gradient was not finite; the schedule goes on all the same."""
+        step = self.position.step
+        self._skipped.append(step)
+        if self._parts.engine.lr_scheduler is not None:
+            self._parts.engine.lr_scheduler.step()
+        in_row = 1
+        while in_row < len(self._skipped) and self._skipped[-1 - in_row] == step - in_row:
+            in_row += 1
+        if in_row >= self._args.max_skipped:
+            records = ", ".join(self._parts.loader.dataset.describe(i) for i in micro_batches[0].ids[:3].tolist())
+            raise CommonError(
+                f"{in_row} steps in a row had NaN or Inf gradients, the last one step {step} of epoch {epoch} (first "
+                f"records: {records}); {self._last_good()}. Lower --lr or look at these records"
+            )
+
+    def _last_good(self) -> str:
+        saved = self._parts.checkpoints.saved_step
+        return "nothing was saved yet" if saved is None else f"the last good save is of step {saved}"
+
+    def _after_step(self) -> bool:
+        """Do what is due; True to stop."""
+        args, step = self._args, self.position.step
+        epoch_ended, run_ended = self.position.samples == 0, step == self.total_steps
+        wish = self._agreement.result()
+        self._evaluation_due = self._parts.evaluator.has_work and (
+            run_ended or (step % args.eval_every == 0 if args.eval_every else epoch_ended)
+        )
+        if step % args.log_every == 0 or step == self._start.step + 1 or run_ended:
+            self._log()
+        if wish >= SAVE or run_ended or (step % args.save_every == 0 if args.save_every else epoch_ended):
+            self._save()
+        if self._evaluation_due and not self._evaluate():
+            return True
+        if wish == STOP:
+            return True
+        if not run_ended:
+            self._agreement.submit(self._wish())
+        return False
+
+    def _wish(self) -> int:
+        if self._parts.stop.requested:
+            return STOP
+        minutes = (time.monotonic() - self._last_save) / 60
+        timed = self._args.save_minutes is not None and self._parts.world.is_first
+        return SAVE if timed and minutes >= self._args.save_minutes else NOTHING
+
+    def _log(self) -> None:
+        """Write the steps since the last time, and one line about them."""
+        parts = self._parts
+        if parts.interval.is_empty:
+            return
+        rows, summary = parts.interval.close()
+        for step, values in rows:
+            if not math.isfinite(values["loss"]) and step not in self._skipped:
+                raise CommonError(
+                    f"the loss of step {step} is {values['loss']} and the weights are lost; {self._last_good()}. Lower "
+                    "--lr, or use bf16, where DeepSpeed leaves such steps out"
+                )
+        if not parts.world.is_first:
+            return
+        summary["skipped_steps"] = float(parts.engine.skipped_steps)
+        if parts.engine.fp16_enabled():
+            summary["loss_scale"] = float(parts.engine.optimizer.cur_scale)
+        rows[-1][1].update(summary)
+        for step, values in rows:
+            parts.metrics.write(step, values)
+        parts.metrics.flush()
+        eta = summary["step_seconds"] * (self.total_steps - self.position.step)
+        logger.info("%s", log_line(self.position, self.total_steps, self._args.epochs, rows[-1][1], parts, eta))
+
+    def _save(self) -> None:
+        parts = self._parts
+        if parts.checkpoints.saved_step == self.position.step:
+            return
+        self._log()
+        started = time.perf_counter()
+        state = parts.describe() | {"evaluation_due": self._evaluation_due}
+        path = parts.checkpoints.save(parts.engine, self.position, state, parts.frozen)
+        seconds = time.perf_counter() - started
+        parts.interval.pause(seconds)
+        self._last_save = time.monotonic()
+        logger.info("saved %s in %.1f s", path, seconds)
+
+    def _evaluate(self) -> bool:
+        """False when a stop request cut it short; a resume does it again."""
+        parts = self._parts
+        started = time.perf_counter()
+        values = parts.evaluator.run(parts.engine.module)
+        seconds = time.perf_counter() - started
+        parts.interval.pause(seconds)
+        if values is None:
+            return False
+        self._evaluation_due = False
+        if parts.world.is_first:
+            parts.metrics.write(self.position.step, values)
+            parts.metrics.flush()
+            scores = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
+            logger.info("evaluated step %d in %.1f s: %s", self.position.step, seconds, scores)
+        return True
+
+
+def total_steps(position: Position, epochs: int, steps_per_epoch: int, global_batch: int) -> int:
+    """Optimizer steps of the whole run, seen from a position in it."""
+    return position.step + (epochs - position.epoch) * steps_per_epoch - position.samples // global_batch
+
+
+def learning_rates(engine: DeepSpeedEngine) -> dict[str, float]:
+    """The rate of the next step, by group where groups differ."""
+    rates = [float(rate) for rate in engine.get_lr()]
+    if len(set(rates)) == 1:
+        return {"learning_rate": rates[0]}
+    return {f"learning_rate/group_{number}": rate for number, rate in enumerate(rates)}
+
+
+def log_line(position: Position, steps: int, epochs: int, values: dict[str, float], parts: Parts, eta: float) -> str:
+    """One readable line about an interval; `values` are those of its last step."""
+    ended = position.samples == 0
+    pieces = [
+        f"epoch {position.epoch if ended else position.epoch + 1}/{epochs} step {position.step:,}/{steps:,}",
+        f"loss {values['loss']:.4f}",
+        f"lr {next(value for name, value in values.items() if name.startswith('learning_rate')):.2e}",
+        f"logit scale {values['logit_scale']:.2f}",
+    ]
+    if "gradient_norm" in values:
+        pieces.append(f"grad norm {values['gradient_norm']:.2f}")
+    pieces += [
+        f"accuracy i-t {values['image_to_text_accuracy']:.1%} t-i {values['text_to_image_accuracy']:.1%}",
+        f"{values['samples_per_second']:,.0f} samples/s"
+        + (f" ({values['samples_per_second_per_gpu']:,.0f}/GPU)" if parts.world.world_size > 1 else ""),
+        f"data wait {values['data_wait_pct']:.1f} %",
+        f"{values['max_memory_gib']:.2f} GiB",
+    ]
+    if values["skipped_steps"]:
+        pieces.append(f"{values['skipped_steps']:.0f} skipped")
+    pieces.append(f"ETA {duration(eta)}")
+    return "  ".join(pieces)

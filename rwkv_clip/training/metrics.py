@@ -1,0 +1,199 @@
+"""Metrics: kept on the device between two log lines, then written to `metrics.jsonl` and TensorBoard.
+
+Every optimizer step has its own values; x is always the number of optimizer steps done. Speed, memory and the like
+belong to the interval between two lines and stand at its last step.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .step import StepResult
+
+PER_STEP = ("loss", "image_to_text_accuracy", "text_to_image_accuracy", "logit_scale", "gradient_norm")
+
+
+class MetricWriter:
+    """Writes values by step, on rank 0 only.
+
+    jsonl: file that gets one JSON object per step, with "step" and the values.
+    tensorboard: folder of the event files; None for none.
+    after_step: the step that the run goes on from; what an earlier attempt wrote beyond it is dropped.
+    others: called with [(tag, value, step)], for DeepSpeed's other monitors.
+    """
+
+    def __init__(
+        self,
+        jsonl: Path,
+        tensorboard: Path | None,
+        after_step: int = 0,
+        others: Callable[[list[tuple[str, float, int]]], Any] | None = None,
+    ) -> None:
+        self._evaluated = drop_after(jsonl, after_step)
+        self._jsonl = open(jsonl, "a", encoding="utf-8")
+        self._others = others
+        self._tensorboard = None
+        if tensorboard is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._tensorboard = SummaryWriter(str(tensorboard), purge_step=after_step + 1 if after_step else None)
+
+    def evaluated(self, step: int) -> bool:
+        """Whether an earlier attempt wrote evaluation results of a step."""
+        return step in self._evaluated
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """Values of one step by name; names may group with "/"."""
+        # JSON knows no NaN; null keeps the line readable everywhere.
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self._jsonl.write(json.dumps({"step": step, **finite}) + "\n")
+        if self._tensorboard is not None:
+            for name, value in values.items():
+                self._tensorboard.add_scalar(name, value, step)
+        if self._others is not None:
+            self._others([(name, value, step) for name, value in values.items()])
+
+    def picture(self, step: int, name: str, image: Tensor) -> None:
+        """A picture, uint8 or float in [0, 1], [3, H, W]."""
+        if self._tensorboard is not None:
+            self._tensorboard.add_image(name, image, step)
+
+    def flush(self) -> None:
+        self._jsonl.flush()
+        if self._tensorboard is not None:
+            self._tensorboard.flush()
+
+    def close(self) -> None:
+        self._jsonl.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+
+def drop_after(jsonl: Path, step: int) -> set[int]:
+    """Remove lines of later steps, and a last line that was cut short, from a metrics file that exists.
+
+    Returns the steps that have a line of evaluation results, which has no loss.
+    """
+    if not jsonl.exists():
+        return set()
+    kept, evaluated = [], set()
+    with open(jsonl, encoding="utf-8") as file:
+        for line in file:
+            try:
+                values = json.loads(line)
+                if values["step"] <= step:
+                    kept.append(line)
+                    if "loss" not in values:
+                        evaluated.add(values["step"])
+            except (ValueError, KeyError, TypeError):
+                continue
+    temporary = jsonl.with_name(jsonl.name + ".tmp")
+    temporary.write_text("".join(kept), encoding="utf-8")
+    temporary.replace(jsonl)
+    return evaluated
+
+
+class Interval:
+    """Collects steps until the next log line, without waiting for the device."""
+
+    def __init__(self, device: torch.device, samples_per_step: int, world_size: int, captions: Sequence[str]) -> None:
+        self._device = device
+        self._samples_per_step = samples_per_step
+        self._world_size = world_size
+        self._captions = list(captions) if len(captions) > 1 else []
+        self._reset()
+
+    def _reset(self) -> None:
+        self._steps: list[int] = []
+        self._tensors: list[Tensor] = []
+        self._rates: list[dict[str, float]] = []
+        self._caption_sums = torch.zeros(2, len(self._captions), device=self._device)
+        self._wait = 0.0
+        self._paused = 0.0
+        self._started = time.perf_counter()
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._steps
+
+    def pause(self, seconds: float) -> None:
+        """Leave out time that was spent on a save or an evaluation."""
+        self._paused += seconds
+
+    def add(
+        self,
+        step: int,
+        result: StepResult,
+        gradient_norm: float | Tensor | None,
+        rates: dict[str, float],
+        wait: float,
+        caption_index: Tensor,
+    ) -> None:
+        """One optimizer step.
+
+        gradient_norm: before clipping. rates: learning rates by name. wait: seconds spent waiting for the batch.
+        caption_index: int64 [pairs of this rank], which caption each pair used.
+        """
+        norm = math.nan if gradient_norm is None else gradient_norm
+        norm = torch.as_tensor(norm, dtype=torch.float32, device=self._device).reshape(())
+        values = (result.loss, result.image_to_text_accuracy, result.text_to_image_accuracy, result.logit_scale)
+        self._tensors.append(torch.stack([*(value.float() for value in values), norm]))
+        self._steps.append(step)
+        self._rates.append(rates)
+        self._wait += wait
+        if self._captions:
+            ones = torch.ones_like(result.row_losses)
+            self._caption_sums.index_add_(1, caption_index, torch.stack([result.row_losses.nan_to_num(), ones]))
+
+    def close(self) -> tuple[list[tuple[int, dict[str, float]]], dict[str, float]]:
+        """Values of each step, and of the interval; the next interval begins. All ranks must call it together.
+
+        This waits for the device.
+        """
+        per_step = torch.stack(self._tensors).cpu().tolist()
+        seconds = max(time.perf_counter() - self._started - self._paused, 1e-9)
+        rows = []
+        for step, row, rates in zip(self._steps, per_step, self._rates, strict=True):
+            values = dict(zip(PER_STEP, row, strict=True))
+            if math.isnan(values["gradient_norm"]) and math.isfinite(values["loss"]):
+                del values["gradient_norm"]  # DeepSpeed gives none without ZeRO in fp32
+            rows.append((step, values | rates))
+        worst = torch.tensor([self._wait / seconds, peak_memory_gib(self._device)], device=self._device)
+        if self._world_size > 1:
+            dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+            if self._captions:
+                dist.all_reduce(self._caption_sums)
+        wait_share, memory = worst.tolist()
+        speed = len(rows) * self._samples_per_step / seconds
+        summary = {
+            "samples_per_second": speed,
+            "samples_per_second_per_gpu": speed / self._world_size,
+            "data_wait_pct": 100 * min(wait_share, 1.0),
+            "max_memory_gib": memory,
+            "step_seconds": seconds / len(rows),
+        }
+        sums, counts = self._caption_sums.tolist()
+        for name, total, count in zip(self._captions, sums, counts, strict=True):
+            if count:
+                summary[f"loss_by_caption/{name}"] = total / count
+        self._reset()
+        return rows, summary
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Most memory that the process held: torch's on a GPU, resident memory on the CPU. GiB."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**30 if sys.platform == "darwin" else 2**20)

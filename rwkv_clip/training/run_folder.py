@@ -1,0 +1,76 @@
+"""A run's folder: what it holds, and when one may be written to.
+
+args.json  model.json  ds_config.json  training.log  metrics.jsonl  tensorboard/
+checkpoints/step_00001000/  checkpoints/latest
+weights.pt, when the run has ended
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from ..errors import UserError
+
+
+class RunFolder:
+    """The paths of a run."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.args = self.path / "args.json"
+        self.model = self.path / "model.json"
+        self.deepspeed_config = self.path / "ds_config.json"
+        self.log = self.path / "training.log"
+        self.metrics = self.path / "metrics.jsonl"
+        self.tensorboard = self.path / "tensorboard"
+        self.checkpoints = self.path / "checkpoints"
+        self.weights = self.path / "weights.pt"
+
+    @property
+    def holds_a_run(self) -> bool:
+        return any(path.exists() for path in (self.args, self.metrics, self.checkpoints))
+
+    def check_free(self, resume: str | None) -> None:
+        """`UserError` if there is a run already and nobody said to go on with it."""
+        if self.holds_a_run and resume is None:
+            raise UserError(
+                f"{self.path} already holds a run: give --resume auto to go on with it, or another --output"
+            )
+
+    def create(self) -> None:
+        """Make the folder and see that it can be written to."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.checkpoints.mkdir(exist_ok=True)
+            probe = self.path / f".probe.{os.getpid()}"
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise UserError(f"cannot write to --output {self.path}: {error.strerror}; choose another folder") from None
+
+    def describe(self, args: dict[str, Any], model: dict[str, Any], deepspeed_config: dict[str, Any]) -> None:
+        """Write the three JSON files that say what the run is."""
+        write_json(self.model, model)
+        write_json(self.deepspeed_config, deepspeed_config)
+        write_json(self.args, args)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON under `path`: all of it or nothing new."""
+    try:
+        write_text(path, json.dumps(value, indent=2) + "\n")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}; free some space or choose another --output") from None
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small file under `path`, on the disk before it shows under its name."""
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)

@@ -1,0 +1,103 @@
+"""A thread that notices when another process of the job has failed or fallen silent, and ends this one.
+
+A rank that fails leaves its message in the store; the others, perhaps waiting for it in a collective, read it within
+seconds and leave. A rank that is killed leaves no message: each rank also watches the heartbeat of the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+
+from .distributed import World, connect_again
+from .launcher import ancestors_now, launcher_is_gone
+from .signals import StopRequest
+
+INTERVAL = 2.0
+"""Seconds between two looks."""
+SILENT_LOOKS = 15
+"""Looks without a heartbeat after which a rank is taken for dead (counted, since a suspended job loses no time)."""
+
+
+class Watchdog:
+    """Runs from `start` to `stop`; passes stop requests between the ranks as well."""
+
+    def __init__(self, world: World, job: str, stop_request: StopRequest) -> None:
+        self._world = world
+        self._stop_request = stop_request
+        self._store = connect_again(world.place, job) if world.store is not None else None
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        self._family = ancestors_now()
+        self._beats = 0
+        self._neighbour_beats = b""
+        self._silent = 0
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Call it on every rank after a common wait: a process that leaves early would be missed."""
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=10)
+
+    def _run(self) -> None:
+        while not self._ended.wait(INTERVAL):
+            if launcher_is_gone(self._world.place, *self._family):
+                self._stop_request.request("the end of the launcher")
+            if self._store is None:
+                continue
+            try:
+                self._look()
+            except RuntimeError as error:  # torch's name for a lost connection
+                if not self._ended.wait(1.0):
+                    self._leave(f"lost the connection to rank 0 ({self._world.hosts[0]}): {str(error).splitlines()[0]}")
+
+    def _look(self) -> None:
+        store, world = self._store, self._world
+        if store.check(["failure"]):
+            failure = store.get("failure").decode()
+            self._leave(failure if world.is_first else "")
+        self._share_stop()
+        self._beats += 1
+        store.set(f"beat/{world.rank}", str(self._beats))
+        neighbour = (world.rank + 1) % world.world_size
+        beats = store.get(f"beat/{neighbour}") if store.check([f"beat/{neighbour}"]) else b""
+        self._silent = self._silent + 1 if beats and beats == self._neighbour_beats else 0
+        self._neighbour_beats = beats
+        if self._silent >= SILENT_LOOKS:
+            message = f"rank {neighbour} ({world.hosts[neighbour]}) has been silent for {SILENT_LOOKS * INTERVAL:.0f} s"
+            store.set("failure", message)
+            self._leave(message)
+
+    def _share_stop(self) -> None:
+        store, request = self._store, self._stop_request
+        if store.check(["stop"]):
+            request.request(store.get("stop").decode())
+        elif request.requested:
+            store.set("stop", f"{request.reason} to rank {self._world.rank} ({self._world.hosts[self._world.rank]})")
+
+    def _leave(self, message: str) -> None:
+        if self._ended.is_set():
+            return
+        if message:
+            print(f"error: {message}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        os._exit(1)
+
+
+def announce_failure(world: World, message: str) -> None:
+    """Tell the other ranks why this one fails, and give them time to hear it where the store ends with this rank."""
+    if world.store is None:
+        return
+    with contextlib.suppress(RuntimeError):
+        if not world.store.check(["failure"]):
+            line = " ".join(message.split())
+            world.store.set("failure", f"rank {world.rank} ({world.hosts[world.rank]}) failed: {line}")
+    if world.is_first:
+        time.sleep(2 * INTERVAL)
