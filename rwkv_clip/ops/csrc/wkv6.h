@@ -1,6 +1,6 @@
-// C interface between the PyTorch binding (wkv6_cuda_binding.cpp) and the CUDA kernels (wkv6_cuda.cu).
+// C interface between the PyTorch bindings (wkv6_*_binding.cpp) and the kernels (wkv6_cuda.cu, wkv6_cpu.cpp).
 //
-// No PyTorch header on either side of it, so that nvcc alone compiles the kernels.
+// The kernels include no PyTorch header, so that nvcc or a C++ compiler alone compiles them.
 //
 // The operator, for each batch entry b and head h, with d_t = exp(-exp(w_t)) a vector over the N channels of the key:
 //
@@ -10,7 +10,7 @@
 //           = u                             when s = t
 //   y[t, j] = sum_s A[t, s] * v[s, j]
 //
-// w is the raw value: neither w[0] nor w[T - 1] reaches y from both sides, and gw = 0 for T <= 2.
+// w is the raw value. No pair straddles the first or the last token, so w[0] and w[T - 1] have no effect and gw = 0 there.
 #pragma once
 
 #include <stddef.h>
@@ -61,7 +61,7 @@ typedef struct WKV6Params {
     // gu is deterministic: one partial sum per (b, h) here, then a reduction over b in a fixed order; no atomics.
     void* workspace;
 
-    // cudaStream_t; the binding has made the tensors' device current.
+    // cudaStream_t; the binding has made the tensors' device current. Unused on the CPU.
     void* stream;
 } WKV6Params;
 
@@ -76,6 +76,14 @@ int wkv6_cuda_backward(const WKV6Params* params);
 
 // Text for a code returned by the functions above; static storage.
 const char* wkv6_cuda_error_string(int code);
+
+// The same on the CPU, on up to num_threads threads; one head is one task, so the result does not depend on their number.
+size_t wkv6_cpu_backward_workspace_bytes(const WKV6Params* params);
+void wkv6_cpu_forward(const WKV6Params* params, int num_threads);
+void wkv6_cpu_backward(const WKV6Params* params, int num_threads);
+
+// Instruction set that the CPU kernels use on this machine: "avx512", "avx2" or "baseline"; static storage.
+const char* wkv6_cpu_instruction_set(void);
 
 #ifdef __cplusplus
 }  // extern "C"

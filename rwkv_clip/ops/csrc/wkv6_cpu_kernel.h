@@ -1,0 +1,410 @@
+// WKV6 for one head on the CPU, in float32 with explicit vectors. Included once per instruction set by wkv6_cpu.cpp, which
+// defines WKV6_ISA (a namespace) and WKV6_VECTOR_BYTES (16, 32 or 64). No include guard, no templates and no standard
+// headers in here: the compiler's target changes between inclusions.
+//
+// Notation of wkv6.h. Within a chunk of tokens every pair (t, s) is treated by itself: A[t, s] and the gradients use
+// running products of decays, all <= 1, so nothing overflows and nothing is divided. Across chunks an N x N state carries
+// the sum over earlier tokens, so that a long sequence costs O(T).
+//
+// The gradient of log d[m] is the sum over the pairs that straddle m of gA * r * k * D. It is summed directly (Horner's
+// scheme from one side times a running product from the other). The usual difference of cumulative sums cancels.
+//
+// The direction backward in time is the same computation on reversed tokens: row pointers with a negative stride.
+
+namespace WKV6_ISA {
+
+typedef float vec __attribute__((vector_size(WKV6_VECTOR_BYTES), may_alias));
+typedef int ivec __attribute__((vector_size(WKV6_VECTOR_BYTES), may_alias));
+constexpr int W = WKV6_VECTOR_BYTES / 4;
+
+#define WKV6_INLINE static inline __attribute__((always_inline))
+
+WKV6_INLINE vec& at(float* p) { return *reinterpret_cast<vec*>(p); }
+WKV6_INLINE const vec& at(const float* p) { return *reinterpret_cast<const vec*>(p); }
+
+// exp(x) for x <= 88, relative error below 2e-7; 0 below -87 (results that are not normal numbers), NaN for NaN.
+WKV6_INLINE void exponential(const vec& x, vec& result) {
+    const vec y = x < -87.0f ? vec{} - 87.0f : x;
+    const vec shifter = vec{} + 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+    const vec n = (y * 1.44269504f + shifter) - shifter;
+    const vec f = (y - n * 0.693359375f) + n * 2.12194440e-4f;
+    vec p = vec{} + 1.9875691500e-4f;
+    p = p * f + 1.3981999507e-3f;
+    p = p * f + 8.3334519073e-3f;
+    p = p * f + 4.1665795894e-2f;
+    p = p * f + 1.6666665459e-1f;
+    p = p * f + 5.0000001201e-1f;
+    p = p * f * f + f + 1.0f;
+    const ivec bits = (__builtin_convertvector(n, ivec) + 127) << 23;
+    result = p * reinterpret_cast<const vec&>(bits);
+    result = x < -87.0f ? vec{} : result;
+}
+
+// rows[T, Np]: raw w -> log decay -exp(w), and decay = exp(-exp(w)). Above 4.7 the decay is 0 in float32.
+WKV6_INLINE void decays(int64_t count, const float* w, float* log_decay, float* decay) {
+    for (int64_t i = 0; i < count; i += W) {
+        const vec x = at(w + i);
+        vec rate, d;
+        exponential(x > 4.7f ? vec{} + 4.7f : x, rate);
+        exponential(-rate, d);
+        at(log_decay + i) = -rate;
+        at(decay + i) = x > 4.7f ? vec{} : d;
+    }
+}
+
+// C[rows, width] (+)= A[rows, depth] B[depth, width]; `rows` <= 6 is a literal, so that the accumulators are registers.
+WKV6_INLINE void multiply_rows(const int rows, int depth, int width, const float* a, ptrdiff_t a_row, ptrdiff_t a_column,
+                               const float* b, ptrdiff_t b_row, float* c, ptrdiff_t c_row, bool add) {
+    for (int j = 0; j < width; j += 2 * W) {
+        const bool two = j + W < width;
+        const int second = two ? W : 0;
+        vec sum0[6], sum1[6];
+        for (int i = 0; i < rows; ++i) sum0[i] = sum1[i] = vec{};
+        const float* column = a;
+        const float* row = b + j;
+        for (int l = 0; l < depth; ++l, column += a_column, row += b_row) {
+            const vec b0 = at(row), b1 = at(row + second);
+#pragma GCC unroll 6
+            for (int i = 0; i < rows; ++i) {
+                const float x = column[i * a_row];
+                sum0[i] += x * b0;
+                sum1[i] += x * b1;
+            }
+        }
+        for (int i = 0; i < rows; ++i) {
+            float* out = c + i * c_row + j;
+            at(out) = add ? at(out) + sum0[i] : sum0[i];
+            if (two) at(out + W) = add ? at(out + W) + sum1[i] : sum1[i];
+        }
+    }
+}
+
+// C[rows, width] = A B, or C += A B. A has any strides; rows of B and C are contiguous and aligned, width a multiple of W.
+static __attribute__((noinline)) void multiply(int rows, int depth, int width, const float* a, ptrdiff_t a_row,
+                                               ptrdiff_t a_column, const float* b, ptrdiff_t b_row, float* c,
+                                               ptrdiff_t c_row, bool add) {
+    int i = 0;
+    for (; i + 6 <= rows; i += 6)
+        multiply_rows(6, depth, width, a + i * a_row, a_row, a_column, b, b_row, c + i * c_row, c_row, add);
+    for (; i + 2 <= rows; i += 2)
+        multiply_rows(2, depth, width, a + i * a_row, a_row, a_column, b, b_row, c + i * c_row, c_row, add);
+    if (i < rows) multiply_rows(1, depth, width, a + i * a_row, a_row, a_column, b, b_row, c + i * c_row, c_row, add);
+}
+
+// One row of A for one direction: row[s] += sum_i r[i] p[i, s], then p[i, s] *= d[i], for s in [from, to) (multiples of W).
+// p[N, Lp] holds k[s, i] times the decays between s and t.
+WKV6_INLINE void attend(int N, int64_t Lp, int from, int to, const float* r, const float* d, float* p, float* row) {
+    int s = from;
+    for (; s + 2 * W <= to; s += 2 * W) {
+        vec sum0{}, sum1{}, sum2{}, sum3{};
+        float* q = p + s;
+        for (int i = 0; i < N; i += 2, q += 2 * Lp) {
+            const vec p0 = at(q), p1 = at(q + W), p2 = at(q + Lp), p3 = at(q + Lp + W);
+            sum0 += r[i] * p0;
+            sum1 += r[i] * p1;
+            sum2 += r[i + 1] * p2;
+            sum3 += r[i + 1] * p3;
+            at(q) = d[i] * p0;
+            at(q + W) = d[i] * p1;
+            at(q + Lp) = d[i + 1] * p2;
+            at(q + Lp + W) = d[i + 1] * p3;
+        }
+        at(row + s) += sum0 + sum2;
+        at(row + s + W) += sum1 + sum3;
+    }
+    if (s < to) {
+        vec sum0{}, sum1{}, sum2{}, sum3{};
+        float* q = p + s;
+        for (int i = 0; i < N; i += 4, q += 4 * Lp) {
+            const vec p0 = at(q), p1 = at(q + Lp), p2 = at(q + 2 * Lp), p3 = at(q + 3 * Lp);
+            sum0 += r[i] * p0;
+            sum1 += r[i + 1] * p1;
+            sum2 += r[i + 2] * p2;
+            sum3 += r[i + 3] * p3;
+            at(q) = d[i] * p0;
+            at(q + Lp) = d[i + 1] * p1;
+            at(q + 2 * Lp) = d[i + 2] * p2;
+            at(q + 3 * Lp) = d[i + 3] * p3;
+        }
+        at(row + s) += (sum0 + sum1) + (sum2 + sum3);
+    }
+}
+
+// A[L, Lp] of one chunk, both directions and the diagonal. r, k, d: [L, Np]; u: [Np]; p: scratch [N, Lp].
+static __attribute__((noinline)) void attention(int L, int N, int64_t Np, int64_t Lp, const float* r, const float* k,
+                                                const float* d, const float* u, float* p, float* A) {
+    std::memset(A, 0, sizeof(float) * L * Lp);
+    std::memset(p, 0, sizeof(float) * N * Lp);
+    for (int t = 0; t < L; ++t) {
+        attend(N, Lp, 0, (t + W - 1) / W * W, r + t * Np, d + t * Np, p, A + t * Lp);
+        for (int i = 0; i < N; ++i) p[i * Lp + t] = k[t * Np + i];
+    }
+    std::memset(p, 0, sizeof(float) * N * Lp);
+    for (int t = L - 1; t >= 0; --t) {
+        attend(N, Lp, (t + 1) / W * W, static_cast<int>(Lp), r + t * Np, d + t * Np, p, A + t * Lp);
+        for (int i = 0; i < N; ++i) p[i * Lp + t] = k[t * Np + i];
+    }
+    for (int t = 0; t < L; ++t) {
+        float diagonal = 0;
+        for (int i = 0; i < N; ++i) diagonal += r[t * Np + i] * u[i] * k[t * Np + i];
+        A[t * Lp + t] = diagonal;
+    }
+}
+
+// Pairs (t, s) of `rows` (a literal) successive tokens t0, t0 + 1, ... with all tokens s before them, for W channels.
+// Several rows at once, since one row is a chain of dependent products. product: scratch [L, rows, W].
+WKV6_INLINE void pair_rows(const int rows, int t0, ptrdiff_t step, ptrdiff_t g_step, const float* r, const float* k,
+                           const float* d, const float* g, float* gr, float* gk, float* gl, float* product) {
+    vec right[4];  // r[t] times the decays between s and t
+    const float* gt[4];
+    for (int j = 0; j < rows; ++j) {
+        gt[j] = g + (t0 + j) * g_step;
+        right[j] = at(r + (t0 + j) * step);
+    }
+    const ptrdiff_t next = g_step > 0 ? 1 : -1;  // from g(t, s) to g(t, s + 1)
+    for (int j = 1; j < rows; ++j) {
+        for (int s = t0 + j - 1; s >= t0; --s) {
+            at(product + (s * rows + j) * W) = right[j];
+            at(gk + s * step) += gt[j][s * next] * right[j];
+            right[j] *= at(d + s * step);
+        }
+    }
+    for (int s = t0 - 1; s >= 0; --s) {
+        const vec decay = at(d + s * step);
+        vec sum = at(gk + s * step);
+#pragma GCC unroll 4
+        for (int j = 0; j < rows; ++j) {
+            at(product + (s * rows + j) * W) = right[j];
+            sum += gt[j][s * next] * right[j];
+            right[j] *= decay;
+        }
+        at(gk + s * step) = sum;
+    }
+    vec left[4];  // sum over s' < s of g k[s'] times the decays between s' and s
+    for (int j = 0; j < rows; ++j) left[j] = vec{};
+    for (int s = 0; s < t0; ++s) {
+        const vec decay = at(d + s * step), key = at(k + s * step);
+        vec sum = at(gl + s * step);
+#pragma GCC unroll 4
+        for (int j = 0; j < rows; ++j) {
+            const vec decayed = decay * left[j];
+            sum += at(product + (s * rows + j) * W) * decayed;
+            left[j] = decayed + gt[j][s * next] * key;
+        }
+        at(gl + s * step) = sum;
+    }
+    for (int j = 0; j < rows; ++j) {
+        for (int s = t0; s < t0 + j; ++s) {
+            const vec decayed = at(d + s * step) * left[j];
+            at(gl + s * step) += at(product + (s * rows + j) * W) * decayed;
+            left[j] = decayed + gt[j][s * next] * at(k + s * step);
+        }
+        at(gr + (t0 + j) * step) += left[j];
+    }
+}
+
+// Gradients of one chunk's pairs in one direction (s before t). Row pointers stand at the direction's first token.
+// g(t, s) = g[(t * Lp + s) * sign] is the gradient of A. Adds to gr, gk and gl (the gradient of log d).
+static __attribute__((noinline)) void pair_gradients(int L, int64_t Np, int64_t Lp, int sign, const float* r,
+                                                     const float* k, const float* d, const float* g, float* gr,
+                                                     float* gk, float* gl, float* product) {
+    const ptrdiff_t step = sign * Np, g_step = sign * Lp;
+    for (int64_t i = 0; i < Np; i += W) {
+        int t = 0;
+        for (; t + 4 <= L; t += 4)
+            pair_rows(4, t, step, g_step, r + i, k + i, d + i, g, gr + i, gk + i, gl + i, product);
+        for (; t < L; ++t) pair_rows(1, t, step, g_step, r + i, k + i, d + i, g, gr + i, gk + i, gl + i, product);
+    }
+}
+
+// What one direction needs of a chunk whose first token the row pointers stand at:
+// from_start[t] = decays of the chunk's tokens before t, to_end[t] = decays of those after t, total = decays of all.
+// From sums of log decays, not running products: their rounding would add up over a long sequence.
+static void chunk_decays(int L, int64_t Np, ptrdiff_t step, const float* log_decay, float* from_start, float* to_end,
+                         float* total) {
+    for (int64_t i = 0; i < Np; i += W) {
+        vec sum{};
+        for (int t = 0; t < L; ++t) {
+            exponential(sum, at(from_start + t * Np + i));
+            sum += at(log_decay + t * step + i);
+        }
+        exponential(sum, at(total + i));
+        sum = vec{};
+        for (int t = L - 1; t >= 0; --t) {
+            exponential(sum, at(to_end + t * Np + i));
+            sum += at(log_decay + t * step + i);
+        }
+    }
+}
+
+// out[t] = a[t] * b[t]; a has row stride `step`, b and out are [L, Np].
+static void scale_rows(int L, int64_t Np, const float* a, ptrdiff_t step, const float* b, float* out) {
+    for (int t = 0; t < L; ++t)
+        for (int64_t i = 0; i < Np; i += W) at(out + t * Np + i) = at(a + t * step + i) * at(b + t * Np + i);
+}
+
+// state[i, :] = total[i] * state[i, :] + sum_t keys[t, i] values[t, :]; keys: [L, Np], values: row stride `step`.
+static void advance_state(int L, int N, int64_t Np, const float* total, const float* keys, const float* values,
+                          ptrdiff_t step, float* state) {
+    for (int i = 0; i < N; ++i)
+        for (int64_t j = 0; j < Np; j += W) at(state + i * Np + j) *= total[i];
+    multiply(N, L, static_cast<int>(Np), keys, 1, Np, values, step, state, Np, true);
+}
+
+static void transpose(int rows, int columns, const float* in, ptrdiff_t in_row, float* out, ptrdiff_t out_row) {
+    for (int i = 0; i < rows; ++i)
+        for (int j = 0; j < columns; ++j) out[j * out_row + i] = in[i * in_row + j];
+}
+
+// Add to y what earlier chunks contribute, in one direction. Row pointers stand at the direction's first token.
+static void carry_forward(const Head& h, int sign, Carry& c) {
+    const int64_t Np = h.Np;
+    const ptrdiff_t step = sign * Np, first = sign > 0 ? 0 : (h.T - 1) * Np;
+    std::memset(c.state, 0, sizeof(float) * Np * Np);
+    for (int64_t begin = 0; begin < h.T;) {
+        const int L = h.chunk_length(begin, sign);
+        const ptrdiff_t start = first + begin * step;
+        chunk_decays(L, Np, step, h.log_decay + start, c.from_start, c.to_end, c.total);
+        if (begin > 0) {
+            scale_rows(L, Np, h.r + start, step, c.from_start, c.rows);
+            multiply(L, h.N, static_cast<int>(Np), c.rows, Np, 1, c.state, Np, h.y + start, step, true);
+        }
+        scale_rows(L, Np, h.k + start, step, c.to_end, c.rows);
+        advance_state(L, h.N, Np, c.total, c.rows, h.v + start, step, c.state);
+        begin += L;
+    }
+}
+
+// Add to the gradients what pairs in different chunks contribute, in one direction.
+static void carry_backward(const Head& h, int sign, Carry& c) {
+    const int64_t Np = h.Np;
+    const int N = h.N, width = static_cast<int>(Np);
+    const ptrdiff_t step = sign * Np, first = sign > 0 ? 0 : (h.T - 1) * Np;
+    const int chunks = h.chunks();
+
+    // states[c]: sum over the tokens before chunk c of k, decayed to its start, times v.
+    std::memset(c.states, 0, sizeof(float) * Np * Np);
+    int64_t begin = 0;
+    for (int n = 0; n + 1 < chunks; ++n) {
+        const int L = h.chunk_length(begin, sign);
+        const ptrdiff_t start = first + begin * step;
+        float* next = c.states + (n + 1) * Np * Np;
+        std::memcpy(next, next - Np * Np, sizeof(float) * Np * Np);
+        chunk_decays(L, Np, step, h.log_decay + start, c.from_start, c.to_end, c.total);
+        scale_rows(L, Np, h.k + start, step, c.to_end, c.rows);
+        advance_state(L, N, Np, c.total, c.rows, h.v + start, step, next);
+        begin += L;
+    }
+
+    // state: sum over the tokens after the chunk of r, decayed to its end, times gy.
+    std::memset(c.state, 0, sizeof(float) * Np * Np);
+    int64_t end = h.T;
+    for (int n = chunks - 1; n >= 0; --n) {
+        const int L = h.chunk_length_before(end, sign);
+        const ptrdiff_t start = first + (end - L) * step;
+        const float *r = h.r + start, *k = h.k + start, *d = h.decay + start, *earlier = c.states + n * Np * Np;
+        float* gl = h.gl + start;
+        chunk_decays(L, Np, step, h.log_decay + start, c.from_start, c.to_end, c.total);
+        if (n > 0) {  // s in earlier chunks, t in this one
+            transpose(N, N, earlier, Np, c.transposed, Np);
+            multiply(L, N, width, h.gy + start, step, 1, c.transposed, Np, c.rows, Np, false);
+            for (int64_t i = 0; i < Np; i += W) {
+                vec right{};
+                for (int t = L - 1; t >= 0; --t) {
+                    const vec gradient = at(c.rows + t * Np + i), before = at(c.from_start + t * Np + i);
+                    at(h.gr + start + t * step + i) += before * gradient;
+                    right *= at(d + t * step + i);
+                    at(gl + t * step + i) += before * right;
+                    right += at(r + t * step + i) * gradient;
+                }
+            }
+        }
+        if (n + 1 < chunks) {  // s in this chunk or earlier, t in later ones
+            transpose(N, N, c.state, Np, c.transposed, Np);
+            multiply(L, N, width, h.v + start, step, 1, c.transposed, Np, c.rows, Np, false);
+            std::memset(c.sums, 0, sizeof(float) * Np);
+            for (int i = 0; i < N; ++i) {
+                vec sum{};
+                for (int64_t j = 0; j < Np; j += W) sum += at(earlier + i * Np + j) * at(c.state + i * Np + j);
+                for (int lane = 0; lane < W; ++lane) c.sums[i] += sum[lane];
+            }
+            for (int64_t i = 0; i < Np; i += W) {
+                vec left = at(c.sums + i);
+                for (int s = 0; s < L; ++s) {
+                    const vec gradient = at(c.rows + s * Np + i), after = at(c.to_end + s * Np + i);
+                    at(h.gk + start + s * step + i) += after * gradient;
+                    left *= at(d + s * step + i);
+                    at(gl + s * step + i) += after * left;
+                    left += at(k + s * step + i) * gradient;
+                }
+            }
+            scale_rows(L, Np, k, step, c.to_end, c.rows);
+            multiply(L, N, width, c.rows, Np, 1, c.state, Np, h.gv + start, step, true);
+        }
+        scale_rows(L, Np, r, step, c.from_start, c.rows);
+        advance_state(L, N, Np, c.total, c.rows, h.gy + start, step, c.state);
+        end -= L;
+    }
+}
+
+// y of one head from r, k, v, w, u (all float32 in h).
+static void forward_head(const Head& h, Carry& c) {
+    const int64_t Np = h.Np;
+    decays(h.T * Np, h.w, h.log_decay, h.decay);
+    for (int64_t begin = 0; begin < h.T;) {
+        const int L = h.chunk_length(begin, 1);
+        const ptrdiff_t start = begin * Np;
+        attention(L, h.N, Np, h.Lp, h.r + start, h.k + start, h.decay + start, h.u, h.products, h.A);
+        multiply(L, L, static_cast<int>(Np), h.A, h.Lp, 1, h.v + start, Np, h.y + start, Np, false);
+        begin += L;
+    }
+    if (h.chunks() > 1) {
+        carry_forward(h, 1, c);
+        carry_forward(h, -1, c);
+    }
+}
+
+// gr, gk, gv, gw, gu of one head. gw is written over gl.
+static void backward_head(const Head& h, Carry& c) {
+    const int64_t Np = h.Np, Lp = h.Lp, size = sizeof(float) * h.T * Np;
+    const int N = h.N, width = static_cast<int>(Np);
+    decays(h.T * Np, h.w, h.log_decay, h.decay);
+    std::memset(h.gr, 0, size);
+    std::memset(h.gk, 0, size);
+    std::memset(h.gl, 0, size);
+    std::memset(h.gu, 0, sizeof(float) * Np);
+    for (int64_t begin = 0; begin < h.T;) {
+        const int L = h.chunk_length(begin, 1);
+        const ptrdiff_t start = begin * Np, last = (L - 1) * Np;
+        const float *r = h.r + start, *k = h.k + start, *d = h.decay + start, *gy = h.gy + start;
+        float *gr = h.gr + start, *gk = h.gk + start, *gl = h.gl + start;
+        attention(L, N, Np, Lp, r, k, d, h.u, h.products, h.A);
+        multiply(L, L, width, h.A, 1, Lp, gy, Np, h.gv + start, Np, false);
+        // The gradient of A: gy v^T, with the transposed v in `products`.
+        std::memset(h.products, 0, sizeof(float) * N * Lp);
+        transpose(L, N, h.v + start, Np, h.products, Lp);
+        multiply(L, N, static_cast<int>(Lp), gy, Np, 1, h.products, Lp, h.A, Lp, false);
+        for (int t = 0; t < L; ++t) {
+            const float g = h.A[t * Lp + t];
+            for (int64_t i = t * Np, j = 0; j < Np; i += W, j += W) {
+                const vec gru = g * at(r + i), gku = g * at(k + i);
+                at(h.gu + j) += gru * at(k + i);
+                at(gr + i) += gku * at(h.u + j);
+                at(gk + i) += gru * at(h.u + j);
+            }
+        }
+        const float* corner = h.A + (L - 1) * Lp + (L - 1);
+        pair_gradients(L, Np, Lp, 1, r, k, d, h.A, gr, gk, gl, h.products);
+        pair_gradients(L, Np, Lp, -1, r + last, k + last, d + last, corner, gr + last, gk + last, gl + last, h.products);
+        begin += L;
+    }
+    if (h.chunks() > 1) {
+        carry_backward(h, 1, c);
+        carry_backward(h, -1, c);
+    }
+    for (int64_t i = 0; i < h.T * Np; i += W) at(h.gl + i) *= at(h.log_decay + i);
+}
+
+#undef WKV6_INLINE
+
+}  // namespace WKV6_ISA
