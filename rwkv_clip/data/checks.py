@@ -25,6 +25,7 @@ CACHE_NAME = "data_check.json"
 # Encoded images in; per image None, or the reason why it cannot be decoded, out.
 Decode = Callable[[Sequence[memoryview | bytes]], list[str | None]]
 _DECODE_BATCH = 64
+_KEPT_RESULTS = 16
 
 
 @dataclass
@@ -69,9 +70,9 @@ def check_dataset(
         UserError: naming file and key of the first fault.
     """
     num_threads = num_threads or min(16, os.cpu_count() or 1)
-    state = _state(dataset, sample, decode is not None)
+    state = _state(dataset, sample)
     if cache_folder is not None:
-        known = _read_cache(Path(cache_folder) / CACHE_NAME, state)
+        known = _read_cache(Path(cache_folder) / CACHE_NAME, dataset, state, decode is not None)
         if known is not None:
             return known
     report = CheckReport(len(dataset))
@@ -87,7 +88,7 @@ def check_dataset(
         for note in report.notes:
             log(note)
     if cache_folder is not None:
-        _write_cache(Path(cache_folder) / CACHE_NAME, state, report)
+        _write_cache(Path(cache_folder) / CACHE_NAME, dataset, state, decode is not None, report)
     return report
 
 
@@ -164,30 +165,43 @@ def _check_sample(dataset: Dataset, sample: int, decode: Decode | None, report: 
             report.notes.append(f"caption {name!r} is empty in {share:.1%} of {report.num_sampled} sampled records")
 
 
-def _state(dataset: Dataset, sample: int, decoded: bool) -> dict:
+def _state(dataset: Dataset, sample: int) -> dict:
     """What a kept result holds for: the files as they are now, and how much was checked."""
     times = [
         [path.name, path.stat().st_size, path.stat().st_mtime_ns]
         for file in dataset.files
         for path in (file.rec_path, file.idx_path)
     ]
-    return {"version": 1, "fingerprint": dataset.fingerprint, "sample": sample, "decoded": decoded, "files": times}
+    return {"version": 1, "sample": sample, "files": times}
 
 
-def _read_cache(path: Path, state: dict) -> CheckReport | None:
+def _read_cache(path: Path, dataset: Dataset, state: dict, decoded: bool) -> CheckReport | None:
+    kept = _kept_results(path).get(dataset.fingerprint)
     try:
-        kept = json.loads(path.read_text(encoding="utf-8"))
-        if kept["state"] != state:
+        if kept is None or kept["state"] != state or (decoded and not kept["decoded"]):
             return None
         return CheckReport(**kept["report"] | {"from_cache": True})
-    except (OSError, ValueError, TypeError, KeyError):
+    except (TypeError, KeyError):
         return None
 
 
-def _write_cache(path: Path, state: dict, report: CheckReport) -> None:
+def _kept_results(path: Path) -> dict:
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        return kept if isinstance(kept, dict) else {}
+    except (OSError, ValueError):
+        return {}
+
+
+def _write_cache(path: Path, dataset: Dataset, state: dict, decoded: bool, report: CheckReport) -> None:
+    """Keep a result among those of other data sets in the same folder, the latest last."""
+    kept = _kept_results(path)
+    kept.pop(dataset.fingerprint, None)
+    kept = dict(list(kept.items())[1 - _KEPT_RESULTS :])
+    kept[dataset.fingerprint] = {"state": state, "decoded": decoded, "report": asdict(report)}
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
-        partial.write_text(json.dumps({"state": state, "report": asdict(report)}), encoding="utf-8")
+        partial.write_text(json.dumps(kept), encoding="utf-8")
         os.replace(partial, path)
     except OSError:
         # Read-only data: the check is run again next time.

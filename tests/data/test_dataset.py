@@ -102,8 +102,13 @@ def test_wrong_paths_say_what_is_there(packed, fixtures, tmp_path_factory):
 def test_folder_whose_files_are_unfinished_is_refused(tmp_path):
     writer = RecordWriter(tmp_path / "train-00000")
     writer.write(0, captions([1]), b"x")
-    assert "holds no *.rec file" in refused(tmp_path)
+    for path in (tmp_path, tmp_path / "train-00000"):
+        assert "train-00000.rec.partial was left by an interrupted packer: pack again" in refused(path)
+    # A finished shard beside it does not make a whole data set.
+    write_shard(tmp_path / "train-00001", 0, 3)
+    assert "is not a whole data set" in refused(tmp_path)
     writer.abort()
+    assert len(open_dataset(tmp_path)) == 3
 
 
 def test_shards_that_disagree_with_the_manifest_are_refused(packed, fixtures):
@@ -252,8 +257,29 @@ def test_sound_result_is_kept_until_a_file_changes(packed, tmp_path_factory):
     stat = os.stat(packed / "train-00001.rec")
     os.utime(packed / "train-00001.rec", ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
     assert not check_dataset(open_dataset(packed), sample=5, cache_folder=folder).from_cache
-    (folder / CACHE_NAME).write_text('{"state": 3}')
-    assert not check_dataset(open_dataset(packed), sample=5, cache_folder=folder).from_cache
+    for nonsense in ("[3]", "{", json.dumps({open_dataset(packed).fingerprint: {"state": 3}})):
+        (folder / CACHE_NAME).write_text(nonsense)
+        assert not check_dataset(open_dataset(packed), sample=5, cache_folder=folder).from_cache
+
+
+def test_kept_result_without_decoding_does_not_stand_for_one_with_it(packed, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+
+    def sound(payloads):
+        return [None] * len(payloads)
+
+    data = open_dataset(packed)
+    for decode, from_cache in ((None, False), (sound, False), (sound, True), (None, True)):
+        assert check_dataset(data, decode=decode, cache_folder=folder).from_cache == from_cache
+
+
+def test_results_of_two_data_sets_in_one_folder_are_both_kept(tmp_path):
+    for name in ("train", "val"):
+        write_shard(tmp_path / name, 0, 2)
+        check_dataset(open_dataset(tmp_path / name), cache_folder=tmp_path)
+    assert all(
+        check_dataset(open_dataset(tmp_path / name), cache_folder=tmp_path).from_cache for name in ("train", "val")
+    )
 
 
 def test_result_that_cannot_be_kept_is_no_error(packed, tmp_path):
