@@ -85,7 +85,8 @@ def make_engine(model, micro_batch: int, accumulation: int = 1, stage: int = 1, 
     config = {
         "train_micro_batch_size_per_gpu": micro_batch,
         "gradient_accumulation_steps": accumulation,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 100000, "allgather_bucket_size": 100000},
+        "gradient_clipping": 0.0,  # DeepSpeed's own default is 1.0
         "steps_per_print": 1000000,
     }
     if precision != "fp32":

@@ -1,0 +1,81 @@
+"""Parameter groups and AdamW."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import rwkv_clip
+from rwkv_clip.training.optimizer import build_optimizer, parameter_groups
+from rwkv_clip.training.schedule import lr_lambda
+
+
+@pytest.fixture
+def model():
+    return rwkv_clip.create_model("RWKV-CLIP-Nano")
+
+
+def names_by_group(model):
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {
+        group["name"]: [names[id(parameter)] for parameter in group["params"]]
+        for group in parameter_groups(model, lr=1e-3, weight_decay=0.2)
+    }
+
+
+def test_O9_only_matrices_and_kernels_outside_the_mixing_parameters_decay(model):
+    names = names_by_group(model)
+    parameters = dict(model.named_parameters())
+    assert sorted(names["decay"] + names["no_decay"]) == sorted(parameters)
+    for name in names["decay"]:
+        assert parameters[name].dim() >= 2, name
+        assert not any(part in name for part in ("time_", "spatial_mix_", "logit_scale", "pos_embed", "cls_token")), name
+    undecayed = " ".join(names["no_decay"])
+    for part in ("logit_scale", "pos_embed", "time_decay_w1", "time_maa_w2", "time_faaaa", "spatial_mix_k", "ln_x.bias"):
+        assert part in undecayed
+    assert {name.split(".")[-2] for name in names["decay"]} == {
+        *("receptance", "key", "value", "gate", "output"),
+        *("projection", "emb"),
+    }
+
+
+def test_O9_the_groups_carry_the_decay_and_the_rate(model):
+    groups = parameter_groups(model, lr=1e-3, weight_decay=0.2)
+    assert {group["name"]: (group["weight_decay"], group["lr"]) for group in groups} == {
+        "decay": (0.2, 1e-3),
+        "no_decay": (0.0, 1e-3),
+    }
+
+
+def test_frozen_parameters_are_in_no_group_and_no_group_is_empty(model):
+    model.image_model.requires_grad_(False)
+    names = names_by_group(model)
+    assert names and not any(name.startswith("image_model.") for group in names.values() for name in group)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name == "logit_scale")
+    assert names_by_group(model) == {"no_decay": ["logit_scale"]}
+
+
+def test_O11_the_schedule_moves_the_rate_and_leaves_the_betas(model):
+    optimizer = build_optimizer(model, lr=1e-3, weight_decay=0.2, betas=(0.95, 0.98), eps=1e-6)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_lambda("cosine", 6, 2))
+    rates = []
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    for _ in range(6):
+        assert {(group["betas"], group["eps"]) for group in optimizer.param_groups} == {((0.95, 0.98), 1e-6)}
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert len(set(rates)) > 3
+
+
+def test_one_step_decays_what_it_should_and_nothing_else(model):
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    optimizer = build_optimizer(model, lr=0.1, weight_decay=0.5)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    decayed = set(names_by_group(model)["decay"])
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.detach(), before[name] * (0.95 if name in decayed else 1.0))
