@@ -14,11 +14,9 @@ position gives exactly what an uninterrupted one gives there. `state_dict` holds
 from __future__ import annotations
 
 import logging
-import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +24,8 @@ from torch import Tensor
 
 from ..errors import UserError
 from .augment import choose, cumulative_caption_weights
-from .bad_records import bad_record_error, decode_faults, replace_bad
+from .bad_records import bad_record_error, decode_faults
+from .batch_plan import EvalPlan, PlannedBatch, Position, TrainPlan
 from .batch_reader import BatchReader, EncodedBatch
 from .dataset import CONTEXT_LENGTH, Dataset
 from .pipeline import (
@@ -38,6 +37,7 @@ from .pipeline import (
     shape_pipeline,
     train_pipeline,
 )
+from .readahead import ReadAhead
 from .sampler import Sampler
 from .tokenizer import shorten
 
@@ -45,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 # Batches whose picture sizes are looked up ahead of decoding.
 _SHAPES_AHEAD = 2
+# Batches that are brought into memory ahead of that.
+_READ_AHEAD = 2
 
 
 @dataclass
@@ -66,20 +68,11 @@ class Batch:
     valid: Tensor
 
 
-class _Position(NamedTuple):
-    epoch: int
-    step: int
-    micro_step: int
-
-
 @dataclass
 class _InFlight:
     """A batch between its records and its tensors; holds the memory that DALI reads."""
 
-    position: _Position
-    ids: np.ndarray
-    valid: np.ndarray
-    num_replaced: int
+    planned: PlannedBatch
     records: EncodedBatch
     encoded: object
     inputs: dict[str, np.ndarray] | None = None
@@ -142,35 +135,33 @@ class Loader:
             )
         self.dataset = dataset
         self.train = train
-        self.micro_batch_size = micro_batch_size
-        self.accumulation_steps = accumulation_steps
+        self.accumulation_steps = accumulation_steps if train else 1
         self.bad_records: dict[int, str] = {}
         self.num_replaced = 0
-        self._sampler, self._rank, self._world_size = sampler, rank, world_size
-        self._image_size, self._context_length, self._device = image_size, context_length, device
-        self._seed, self._skip_bad = seed, on_bad_record == "skip"
-        self._settings = settings or DecoderSettings()
         if train:
-            wanted = micro_batch_size * accumulation_steps * world_size
-            if sampler.global_batch_size != wanted:
-                raise ValueError(f"the sampler's global batch is {sampler.global_batch_size}, the loader's {wanted}")
-            self.steps_per_epoch = sampler.steps_per_epoch
+            self._plan = TrainPlan(sampler, rank, world_size, micro_batch_size, accumulation_steps)
             self._weights = cumulative_caption_weights(dataset.num_captions, caption_weights)
         else:
-            self.accumulation_steps = 1
-            self.steps_per_epoch = math.ceil(len(dataset) / (micro_batch_size * world_size))
+            self._plan = EvalPlan(len(dataset), rank, world_size, micro_batch_size)
             self._eval_caption = dataset.num_captions - 1 if eval_caption is None else eval_caption
             if not 0 <= self._eval_caption < dataset.num_captions:
                 raise UserError(
                     f"caption {self._eval_caption} was asked for validation and records have captions 0 to "
                     f"{dataset.num_captions - 1}"
                 )
+        self.steps_per_epoch = self._plan.steps_per_epoch
+        self._micro_batch_size, self._image_size, self._device = micro_batch_size, image_size, device
+        self._context_length, self._seed, self._skip_bad = context_length, seed, on_bad_record == "skip"
+        self._settings = settings or DecoderSettings()
         self._reader = BatchReader(dataset)
         self._pass_number = 0
+        # A batch goes through these: planned and read ahead, picture sizes looked up, decoded.
+        self._next: Position | None = None
+        self._read_ahead: ReadAhead | None = None
+        self._planned: deque[PlannedBatch] = deque()
         self._shapes: FedPipeline | None = None
-        self._decoder: FedPipeline | None = None
-        self._next: _Position | None = None
         self._peeking: deque[_InFlight] = deque()
+        self._decoder: FedPipeline | None = None
         self._decoding: deque[_InFlight] = deque()
         self._failure: tuple[_InFlight | None, Exception] | None = None
 
@@ -189,7 +180,7 @@ class Loader:
         return self._iterate(self._pass_number, epoch, start_step)
 
     def _iterate(self, pass_number: int, epoch: int, start_step: int) -> Iterator[Batch]:
-        self._seek(_Position(epoch, start_step, 0))
+        self._seek(Position(epoch, start_step, 0))
         for _ in range((self.steps_per_epoch - start_step) * self.accumulation_steps):
             if pass_number != self._pass_number:
                 raise RuntimeError("this iterator ended when loader.epoch was called again")
@@ -217,59 +208,30 @@ class Loader:
     def __exit__(self, *exception) -> None:
         self.close()
 
-    # Which records a position holds.
-
-    def _ids_at(self, position: _Position) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(planned ids, ids with stand-ins for bad ones, valid) of this rank's micro batch, each [B]."""
-        rank, world, size = self._rank, self._world_size, self.micro_batch_size
-        if self.train:
-            batch = self._sampler.batch(position.epoch, position.step)
-            planned = batch.reshape(self.accumulation_steps, world, size)[position.micro_step, rank]
-            valid = np.ones(size, bool)
-        else:
-            first = (position.step * world + rank) * size
-            planned = np.arange(first, first + size)
-            valid = planned < len(self.dataset)
-            planned = batch = np.where(valid, planned, 0)
-        ids = replace_bad(planned, batch, self.bad_records, len(self.dataset))
-        if not self.train:
-            valid &= planned == ids
-        return planned, ids, valid
-
-    def _after(self, position: _Position) -> _Position | None:
-        """The position that follows; None after the last one of a validation pass."""
-        epoch, step, micro_step = position
-        if micro_step + 1 < self.accumulation_steps:
-            return _Position(epoch, step, micro_step + 1)
-        if step + 1 < self.steps_per_epoch:
-            return _Position(epoch, step + 1, 0)
-        return _Position(epoch + 1, 0, 0) if self.train else None
-
-    # Batches in flight.
-
-    def _seek(self, position: _Position) -> None:
+    def _seek(self, position: Position) -> None:
         """Make `position` the next batch: nothing to do where the last epoch ended, otherwise start anew."""
         if position.step == self.steps_per_epoch:
             return
         oldest = next(iter([*self._decoding, *self._peeking]), None)
-        if oldest is None or oldest.position != position:
+        if oldest is None or oldest.planned.position != position:
             self._start(position)
 
-    def _start(self, position: _Position) -> None:
+    def _start(self, position: Position) -> None:
         self._stop()
-        size, settings = self.micro_batch_size, self._settings
+        size, settings = self._micro_batch_size, self._settings
         make = train_pipeline if self.train else eval_pipeline
         self._decoder = make(size, self._image_size, self._device, settings)
         self._shapes = shape_pipeline(size, _SHAPES_AHEAD)
+        self._read_ahead = ReadAhead(self.dataset)
         self._next = position
 
     def _stop(self) -> None:
-        for pipeline in (self._decoder, self._shapes):
-            if pipeline is not None:
-                pipeline.close()
-        self._decoder = self._shapes = self._next = self._failure = None
-        self._decoding.clear()
-        self._peeking.clear()
+        for part in (self._decoder, self._shapes, self._read_ahead):
+            if part is not None:
+                part.close()
+        self._decoder = self._shapes = self._read_ahead = self._next = self._failure = None
+        for stage in (self._planned, self._peeking, self._decoding):
+            stage.clear()
 
     def _take(self) -> Batch:
         """The oldest batch; others are in the making when it is handed out."""
@@ -286,19 +248,14 @@ class Loader:
                 continue
             self._decoding.popleft()
             self._fill()
-            self.num_replaced += entry.num_replaced
+            self.num_replaced += entry.planned.num_replaced
             return self._finish(entry, images, labels)
 
     def _fill(self) -> None:
-        """Keep the pipelines full. What goes wrong is kept for when the good batches before it are used up."""
-        while len(self._decoding) < self._settings.prefetch and self._failure is None:
-            while len(self._peeking) < _SHAPES_AHEAD and self._next is not None:
-                try:
-                    self._push_records(self._next)
-                except UserError as error:
-                    self._failure = (None, error)
-                    return
-                self._next = self._after(self._next)
+        """Keep the stages full. What goes wrong is kept until the good batches before it are used up."""
+        while len(self._decoding) < self._settings.prefetch:
+            if self._failure is None:
+                self._read_on()
             if not self._peeking:
                 return
             entry = self._peeking.popleft()
@@ -306,25 +263,33 @@ class Loader:
                 (shapes,) = self._shapes.pop()
             except RuntimeError as error:
                 self._failure = (entry, error)
+                self._peeking.clear()
                 return
             self._push_choices(entry, shapes.numpy()[:, :2])
 
-    def _push_records(self, position: _Position) -> None:
-        planned, ids, valid = self._ids_at(position)
-        records = self._reader.read(ids)
-        num_replaced = int((planned != ids).sum())
-        entry = _InFlight(position, ids, valid, num_replaced, records, encoded_list(records.payloads))
-        self._shapes.push(encoded=entry.encoded)
-        self._peeking.append(entry)
+    def _read_on(self) -> None:
+        while len(self._planned) < _READ_AHEAD + 1 and self._next is not None:
+            self._planned.append(self._plan.at(self._next, self.bad_records))
+            self._read_ahead.request(self._planned[-1].ids)
+            self._next = self._plan.after(self._next)
+        while len(self._peeking) < _SHAPES_AHEAD and self._planned:
+            planned = self._planned.popleft()
+            try:
+                records = self._reader.read(planned.ids)
+            except UserError as error:
+                self._failure = (None, error)
+                return
+            self._peeking.append(_InFlight(planned, records, encoded_list(records.payloads)))
+            self._shapes.push(encoded=self._peeking[-1].encoded)
 
     def _push_choices(self, entry: _InFlight, image_shapes: np.ndarray) -> None:
         if self.train:
-            choices = choose(self._seed, entry.position.epoch, entry.ids, image_shapes, self._weights)
+            choices = choose(self._seed, entry.planned.position.epoch, entry.planned.ids, image_shapes, self._weights)
             entry.caption_index = choices.caption
             inputs = {"crop_start": choices.crop_start, "crop_shape": choices.crop_shape, "flip": choices.flip}
         else:
             start, end = eval_regions(image_shapes, self._image_size)
-            entry.caption_index = np.full(len(entry.ids), self._eval_caption)
+            entry.caption_index = np.full(len(image_shapes), self._eval_caption)
             inputs = {"region_start": start, "region_end": end}
         entry.inputs = inputs | {"labels": entry.records.labels}
         self._decoder.push(encoded=entry.encoded, **entry.inputs)
@@ -335,7 +300,8 @@ class Loader:
         captions = labels.view(len(labels), self.dataset.num_captions, CONTEXT_LENGTH)
         chosen = captions[torch.arange(len(labels), device=labels.device), caption_index]
         tokens = shorten(chosen.to(torch.int64), self._context_length)
-        return Batch(images, tokens, caption_index, torch.from_numpy(entry.ids), torch.from_numpy(entry.valid))
+        ids, valid = torch.from_numpy(entry.planned.ids), torch.from_numpy(entry.planned.valid)
+        return Batch(images, tokens, caption_index, ids, valid)
 
     # Records that cannot be decoded.
 
@@ -345,7 +311,7 @@ class Loader:
             self._stop()
             raise error
         faults = decode_faults(entry.records.payloads, self._settings.num_threads)
-        bad = {int(i): fault for i, fault in zip(entry.ids.tolist(), faults, strict=True) if fault is not None}
+        bad = {int(i): fault for i, fault in zip(entry.planned.ids.tolist(), faults, strict=True) if fault is not None}
         self._stop()
         if not bad:
             raise error
@@ -355,7 +321,7 @@ class Loader:
         for i, fault in bad.items():
             logger.warning("skipping %s, whose image cannot be decoded: %s", self.dataset.describe(i), fault)
         self.bad_records.update(bad)
-        self._start(entry.position)
+        self._start(entry.planned.position)
 
 
 def check_input_size(input_size: int | None, model_size: int, model_name: str) -> None:

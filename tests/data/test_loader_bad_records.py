@@ -122,10 +122,14 @@ def test_D18_a_label_of_another_width_is_named_with_both_widths(fixtures):
 def test_D15_an_index_of_another_packing_is_named(tmp_path, fixtures):
     (tmp_path / "base.rec").write_bytes((fixtures / "rec" / "base.rec").read_bytes())
     (tmp_path / "base.idx").write_bytes((fixtures / "rec" / "off_by_4.idx").read_bytes())
-    with train_loader(open_dataset(tmp_path / "base"), 5) as loader:
+    with train_loader(open_dataset(fixtures / "rec" / "base"), 1) as loader:
+        order = all_ids(loader, 0)
+    seen = []
+    with train_loader(open_dataset(tmp_path / "base"), 1) as loader:
         with pytest.raises(UserError, match=r"base.rec key 5 "):
-            for epoch in range(2):
-                list(loader.epoch(epoch))
+            for batch in loader.epoch(0):
+                seen.append(batch.ids.tolist())
+    assert seen == order[: order.index([5])]
 
 
 def test_decode_faults_agrees_with_the_pipeline_on_every_picture(tmp_path, fixtures):
