@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 Directions = tuple[tuple[int, int], ...]
@@ -55,11 +56,11 @@ class _Shift(torch.autograd.Function):
 
 
 def _shift_groups(groups: Tensor, directions: Directions) -> Tensor:
-    shifted = groups.new_empty(groups.shape)
-    for group, (axis, step) in enumerate(directions):
-        source, target = groups.select(-2, group), shifted.select(-2, group)
-        inner = groups.shape[axis] - 1
-        filled, taken, border = (1, 0, 0) if step > 0 else (0, 1, inner)
-        target.narrow(axis, filled, inner).copy_(source.narrow(axis, taken, inner))
-        target.narrow(axis, border, 1).zero_()
-    return shifted
+    # Pads and a stack, not slice assignments: a compiler turns them into one read per element inside its consumers.
+    shifted = []
+    for group, (axis, step) in zip(groups.unbind(-2), directions, strict=True):
+        inner = group.shape[axis] - 1
+        border = (1, 0) if step > 0 else (0, 1)
+        later_axes = (0, 0) * (group.ndim - 1 - axis)
+        shifted.append(F.pad(group.narrow(axis, border[1], inner), later_axes + border))
+    return torch.stack(shifted, dim=-2)
