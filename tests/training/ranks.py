@@ -11,9 +11,10 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-# The server imports the slow packages once; each rank is then a fork of a process that has started no threads.
+# The server imports the slow packages once (the last one brings torch's compiler, which every engine imports); each
+# rank is then a fork of a process that has started no threads.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "deepspeed"])
+_context.set_forkserver_preload(["torch", "deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer"])
 for _name, _value in {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "DS_LOG_LEVEL": "warning"}.items():
     os.environ.setdefault(_name, _value)
 

@@ -91,7 +91,9 @@ def assert_same_run(run, wanted, setting=None, gradient_tolerance=1e-4, weight_t
     for name, wanted_gradient in wanted_gradients.items():
         error = np.linalg.norm(gradients[name] - wanted_gradient) / np.linalg.norm(wanted_gradient)
         assert error < gradient_tolerance, f"gradient of {name} with {setting}"
-        np.testing.assert_allclose(weights[name], wanted_weights[name], atol=weight_tolerance, err_msg=f"{name} with {setting}")
+        np.testing.assert_allclose(
+            weights[name], wanted_weights[name], atol=weight_tolerance, err_msg=f"{name} {setting}"
+        )
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
