@@ -94,7 +94,8 @@ def check_dataset(
 
 def token_fault(label: np.ndarray) -> str | None:
     """Why a label float32 [captions x 77] does not hold token ids of captions, or None."""
-    outside = ~((label >= 0) & (label < VOCABULARY_SIZE) & (label == np.floor(label)))
+    with np.errstate(invalid="ignore"):  # a broken label may hold anything
+        outside = ~((label >= 0) & (label < VOCABULARY_SIZE) & (label == np.floor(label)))
     if outside.any():
         return f"its label holds {label[outside][0]:g}, which is no token id (0 to {VOCABULARY_SIZE - 1})"
     captions = label.reshape(-1, CONTEXT_LENGTH)

@@ -50,8 +50,8 @@ def mxnet_python() -> str:
     shutil.rmtree(folder, ignore_errors=True)
     made = subprocess.run([base, "-m", "venv", str(folder)], capture_output=True, text=True)
     if made.returncode == 0:
-        install = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", *REQUIREMENTS]
-        made = subprocess.run(install, capture_output=True, text=True)
+        pip = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", "--retries", "1"]
+        made = subprocess.run([*pip, "--timeout", "30", *REQUIREMENTS], capture_output=True, text=True)
     if made.returncode != 0:
         shutil.rmtree(folder, ignore_errors=True)
         reason = (made.stderr.strip() or made.stdout.strip() or "no output").splitlines()[-1]
