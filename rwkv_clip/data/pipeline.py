@@ -4,8 +4,10 @@ They are fed by hand (`fn.external_source` without a source): the loader decides
 decodes, crops, resizes and normalises in its own threads. Encoded images are passed without a copy; DALI's threads
 read them straight from the mapped files.
 
-Feeding happens in the calling thread. Three ways were timed on two cores beside a training thread that never lets go
-of the interpreter lock (32 KB records, batch 512; records/s): see `benchmarks/loader.py --feed`.
+Feeding happens in the calling thread, because a thread beside a busy training thread would wait for the interpreter
+lock again and again. What counts is what it costs there: 6 to 7 microseconds a record on a loaded 2-core machine,
+where a callback of `fn.external_source` took 17 to 26 and one with `parallel=True` 12 to 27, workers not counted
+(`benchmarks/loader.py --feeds`; 37 KB a record, batch 512).
 """
 
 from __future__ import annotations
@@ -95,15 +97,8 @@ class FedPipeline:
         while self._missing > 0:
             self.push(**self._last)
         outputs = self._pipeline.share_outputs()
-        tensors = []
-        for output in outputs:
-            tensor = output.as_tensor()
-            # from_dlpack orders the memory's reuse after the work of the device's current stream.
-            if isinstance(tensor, TensorCPU):
-                tensors.append(torch.from_dlpack(tensor))
-            else:
-                with torch.cuda.device(tensor.device_id()):
-                    tensors.append(torch.from_dlpack(tensor))
+        # DALI reuses the memory after the work that the device's current stream holds when the tensor is dropped.
+        tensors = [torch.from_dlpack(output.as_tensor()) for output in outputs]
         self._pipeline.release_outputs()
         return tensors
 
@@ -152,8 +147,10 @@ def eval_pipeline(batch_size: int, image_size: int, device: torch.device, settin
     pipeline = _pipeline(batch_size, device, settings)
     arguments = _decoder_arguments(device, settings)
     if device.type == "cuda":
-        # As the CPU's decoders do it, so that the scores do not depend on where the picture was decoded.
+        # Like the CPU's decoders and PIL's, so that scores do not depend on where a picture was decoded.
         arguments["jpeg_fancy_upsampling"] = True
+        # A validation pass lives beside the training pipeline, and briefly.
+        del arguments["device_memory_padding"], arguments["host_memory_padding"]
     with pipeline:
         encoded = fn.external_source(name="encoded", dtype=types.UINT8, ndim=1, no_copy=True)
         images = fn.resize(

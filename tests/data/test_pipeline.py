@@ -98,19 +98,6 @@ def test_D11_records_stored_in_parts_reach_the_decoder_whole(fixtures):
         assert all(fits(corners(pixels_of(image)), UPRIGHT, 15) for image in next(loader.epoch(0)).images)
 
 
-def test_the_batch_reader_reads_what_the_data_set_reads(tmp_path, fixtures):
-    for name in ("base", "mix_formats", "split"):
-        for extension in ("rec", "idx"):
-            (tmp_path / f"{name}.{extension}").write_bytes((fixtures / "rec" / f"{name}.{extension}").read_bytes())
-    dataset = open_dataset(tmp_path)
-    ids = np.random.default_rng(0).permutation(len(dataset))
-    batch = BatchReader(dataset).read(ids)
-    for row, i in enumerate(ids.tolist()):
-        record = dataset.read(i)
-        assert bytes(batch.payloads[row]) == bytes(record.payload)
-        assert np.array_equal(batch.labels[row], record.label)
-
-
 def photo_like(width, height):
     """Smooth shapes with edges."""
     y, x = np.mgrid[0:height, 0:width]
