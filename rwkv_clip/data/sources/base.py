@@ -1,0 +1,180 @@
+"""What a source of image-caption rows offers to the packer."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ...errors import UserError
+
+MAX_CAPTIONS = 8
+# Names under which tables call their picture, in the order of preference.
+IMAGE_NAMES = ("image", "image_path", "filepath", "file_path", "file", "filename", "file_name", "path", "img")
+PUBLISHED_NAMES = ("raw", "synthetic", "generated")
+CAPTION_PREFIXES = ("caption", "text", "txt", "title", "description", "alt")
+
+
+class RowError(Exception):
+    """A row that cannot be packed, and why.
+
+    Attributes:
+        kind: the reason in a few words, the same for all rows with this fault; detail: what was found in this one.
+    """
+
+    def __init__(self, kind: str, detail: str = ""):
+        super().__init__(f"{kind}: {detail}" if detail else kind)
+        self.kind, self.detail = kind, detail
+
+
+@dataclass
+class Row:
+    """One pair: the encoded picture, and its captions in the order of `Source.caption_names`.
+
+    A caption is text, token ids (list or array of numbers), or None when the row has none.
+    """
+
+    image: bytes
+    captions: Sequence
+
+
+class Source(ABC):
+    """Numbered rows that any process can read in any order.
+
+    `build_index` runs once, in one process; after that the object may be pickled: other processes map the index's
+    files instead of copying them.
+
+    Attributes:
+        kind: what the source is, for messages.
+        caption_names: a name for each caption of a row.
+        fingerprint: changes when the rows, or their number or order, change.
+    """
+
+    kind: str
+    caption_names: list[str]
+    fingerprint: str
+
+    @abstractmethod
+    def build_index(self, folder: Path) -> None:
+        """Find all rows and write what is needed to reach them into `folder`.
+
+        Raises:
+            UserError: the source holds no rows or is not what it seems.
+        """
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Number of rows."""
+
+    @abstractmethod
+    def where(self, i: int) -> str:
+        """Where row `i` is, for messages: "pairs.tsv line 17"."""
+
+    @abstractmethod
+    def row(self, i: int) -> Row:
+        """Read row `i`.
+
+        Raises:
+            RowError: this row must be left out.
+        """
+
+
+class Arrays:
+    """Named numpy arrays in a folder, memory-mapped in each process that uses them."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._open: dict[str, np.ndarray] = {}
+
+    def save(self, **arrays: np.ndarray) -> None:
+        for name, array in arrays.items():
+            np.save(self.folder / f"{name}.npy", array)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        if name not in self._open:
+            self._open[name] = np.load(self.folder / f"{name}.npy", mmap_mode="r")
+        return self._open[name]
+
+    def __getstate__(self) -> dict:
+        return {"folder": self.folder, "_open": {}}
+
+
+class Bytes:
+    """A file read at given places, opened once in each process."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._descriptor: int | None = None
+
+    def read(self, start: int, end: int) -> bytes:
+        if self._descriptor is None:
+            self._descriptor = os.open(self.path, os.O_RDONLY)
+        parts = []
+        while start < end:  # one read gives at most 2 GiB
+            part = os.pread(self._descriptor, end - start, start)
+            if not part:
+                raise RowError("file became shorter", f"{self.path} ends at byte {start}")
+            parts.append(part)
+            start += len(part)
+        return b"".join(parts)
+
+    def __getstate__(self) -> dict:
+        return {"path": self.path, "_descriptor": None}
+
+
+def read_image(path: Path) -> bytes:
+    """A picture file's bytes; a RowError when it is not there."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise RowError("image missing", str(path)) from None
+    except (OSError, ValueError) as error:  # a path with a zero byte is a ValueError
+        raise RowError("image cannot be read", f"{path}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def choose_image_column(columns: Sequence[str], wanted: str | None, what: str) -> str:
+    """The column that names the picture: `wanted`, or the first with one of the usual names."""
+    if wanted is not None:
+        if wanted not in columns:
+            raise UserError(f"{what} has no column {wanted!r}; it has {', '.join(columns)}")
+        return wanted
+    by_name: Mapping[str, str] = {column.strip().lower(): column for column in reversed(columns)}
+    for name in IMAGE_NAMES:
+        if name in by_name:
+            return by_name[name]
+    raise UserError(
+        f"{what} has no column with a usual image name ({', '.join(IMAGE_NAMES)}); it has {', '.join(columns)}: name "
+        "it with --image-column"
+    )
+
+
+def choose_caption_columns(columns: Sequence[str], image: str, wanted: Sequence[str] | None, what: str) -> list[str]:
+    """The caption columns: `wanted`, or raw, synthetic and generated, or those with a usual caption name."""
+    if wanted:
+        missing = [name for name in wanted if name not in columns]
+        if missing:
+            raise UserError(f"{what} has no column {missing[0]!r}; it has {', '.join(columns)}")
+        chosen = list(wanted)
+    else:
+        lower = {column: column.strip().lower() for column in columns if column != image}
+        chosen = [column for name in PUBLISHED_NAMES for column in lower if lower[column] == name]
+        if not chosen:
+            chosen = [column for column in lower if lower[column].startswith(CAPTION_PREFIXES)]
+        if not chosen:
+            raise UserError(
+                f"{what} has no caption column that is known by its name ({', '.join(columns)}): name them "
+                "with --caption-columns"
+            )
+    check_number_of_captions(len(chosen), what)
+    return chosen
+
+
+def check_number_of_captions(count: int, what: str) -> None:
+    if not 1 <= count <= MAX_CAPTIONS:
+        raise UserError(
+            f"{what} gives {count} captions a row; a record holds 1 to {MAX_CAPTIONS}: choose with --caption-columns"
+        )
