@@ -1,0 +1,9 @@
+"""Every op of this project by name: what `rwkv-clip report` lists and setup.py can build ahead of time."""
+
+from __future__ import annotations
+
+from .builder import RWKVOpBuilder
+from .wkv6 import WKV6Builder
+from .wkv6_cpu import WKV6CPUBuilder
+
+ALL_OPS: dict[str, type[RWKVOpBuilder]] = {builder.NAME: builder for builder in (WKV6Builder, WKV6CPUBuilder)}

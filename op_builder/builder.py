@@ -1,0 +1,130 @@
+"""What this project's op builders share: sources inside the installed package, and a build that is safe on many ranks.
+
+Each op is a class of its own file, derived from RWKVOpBuilder and from DeepSpeed's CUDAOpBuilder or CPUOpBuilder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from . import toolchain
+from .lock import build_lock, say
+from .prebuilt import import_prebuilt, module_name
+from .toolchain import OpBuildError
+
+# The folder that holds `op_builder` and `rwkv_clip`: the checkout, or site-packages.
+ROOT = Path(__file__).resolve().parent.parent
+CSRC = "rwkv_clip/ops/csrc"
+
+
+class RWKVOpBuilder:
+    """The part of a builder that does not depend on the device. Goes before DeepSpeed's class in the bases.
+
+    Paths in `sources` and `include_paths` are relative to ROOT, as setup.py wants them.
+    """
+
+    BUILD_VAR: str  # environment variable that makes setup.py compile the op
+    NAME: str
+
+    _loaded: dict[str, ModuleType] = {}
+
+    def __init__(self) -> None:
+        super().__init__(name=self.NAME)
+
+    def absolute_name(self) -> str:
+        return module_name(self.NAME)
+
+    def deepspeed_src_path(self, code_path: str) -> str:
+        return str(ROOT / code_path)
+
+    def include_paths(self) -> list[str]:
+        return [CSRC]
+
+    def missing_for_build(self) -> list[str]:
+        """What the machine lacks to compile the op, one line each."""
+        return []
+
+    def missing_here(self) -> list[str]:
+        """What the machine lacks besides to run the op, one line each."""
+        return []
+
+    def incompatible_reason(self) -> str | None:
+        """Why the op cannot be built just in time here, or None when it can."""
+        return "; ".join(self.missing_for_build() + self.missing_here()) or None
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        reason = self.incompatible_reason()
+        if reason is None:
+            return True
+        self.error_log = reason
+        if verbose:
+            self.warning(reason)
+        return False
+
+    def load(self, verbose: bool = False) -> ModuleType:
+        """The op's module, compiled ahead of time or just in time. Importing it registers the operators.
+
+        Raises:
+            OpBuildError: it cannot be built here.
+        """
+        if self.NAME not in self._loaded:
+            self._loaded[self.NAME] = import_prebuilt(self.NAME) or self.jit_load(verbose)
+        return self._loaded[self.NAME]
+
+    def jit_name(self) -> str:
+        """Name of the just-in-time build: the op and a digest of all that its binary depends on.
+
+        So two versions of the sources or of torch never share a folder, and one build serves every head size and length.
+        """
+        digest = hashlib.sha256(f"{torch.__version__} {torch.version.cuda} {self.cxx_args()}".encode())
+        for path in sorted((ROOT / CSRC).iterdir()):
+            if path.is_file():
+                digest.update(path.name.encode() + b"\0" + path.read_bytes())
+        return f"rwkv_clip_{self.NAME}_{digest.hexdigest()[:10]}"
+
+    def jit_load(self, verbose: bool = False) -> ModuleType:
+        reason = self.incompatible_reason()
+        if reason is not None:
+            raise OpBuildError(f"The op {self.NAME} cannot be built: {reason}.")
+        name = self.jit_name()
+        folder = _extension_folder(name)
+        failure = folder / "failed.txt"
+        with build_lock(folder, self.NAME) as waiting_since, toolchain.tools_on_path():
+            if waiting_since is not None and failure.exists() and failure.stat().st_mtime >= waiting_since:
+                raise OpBuildError(failure.read_text())  # tried while this process waited
+            if not (folder / f"{name}.so").exists():
+                say(f"building the op {self.NAME}, once, in about a minute: {folder}")
+            try:
+                module = self._jit_load_as(name, verbose)
+            except (RuntimeError, OSError, ImportError) as error:
+                line = toolchain.first_error_line(str(error))
+                message = (
+                    f"The op {self.NAME} could not be built: {line}. {toolchain.way_out(line)}. (Built in {folder}.)"
+                )
+                failure.write_text(message)
+                raise OpBuildError(message) from None
+            failure.unlink(missing_ok=True)
+            return module
+
+    def _jit_load_as(self, name: str, verbose: bool) -> ModuleType:
+        self.name = name  # DeepSpeed names the build folder and the module after it
+        try:
+            return super().jit_load(verbose)
+        finally:
+            self.name = self.NAME
+
+
+def _extension_folder(name: str) -> Path:
+    """torch's folder for a just-in-time build of that name."""
+    from torch.utils.cpp_extension import _get_build_directory
+
+    try:
+        return Path(_get_build_directory(name, verbose=False))
+    except OSError as error:
+        raise OpBuildError(
+            f"The op cannot be built: {error}; set TORCH_EXTENSIONS_DIR to a folder that you may write"
+        ) from None

@@ -1,0 +1,33 @@
+"""The CUDA op."""
+
+from __future__ import annotations
+
+import os
+
+from deepspeed.ops.op_builder.builder import CUDAOpBuilder
+
+from . import toolchain
+from .builder import CSRC, RWKVOpBuilder
+
+
+class WKV6Builder(RWKVOpBuilder, CUDAOpBuilder):
+    BUILD_VAR = "DS_BUILD_WKV6"
+    NAME = "wkv6"
+
+    def sources(self) -> list[str]:
+        return [f"{CSRC}/wkv6_cuda_binding.cpp", f"{CSRC}/wkv6_cuda.cu"]
+
+    def cxx_args(self) -> list[str]:
+        return ["-O3"]
+
+    def nvcc_args(self) -> list[str]:
+        # No --use_fast_math, which DeepSpeed's default has: exp must be exact and small numbers must not become 0.
+        archs = None if self.jit_mode or "TORCH_CUDA_ARCH_LIST" in os.environ else toolchain.default_cuda_archs()
+        threads = os.environ.get("DS_NVCC_THREADS") or str(min(os.cpu_count() or 1, 8))
+        return ["-O3", "-lineinfo", f"--threads={threads}", *self.compute_capability_args(archs)]
+
+    def missing_for_build(self) -> list[str]:
+        return toolchain.missing_for_cuda()
+
+    def missing_here(self) -> list[str]:
+        return toolchain.missing_device()

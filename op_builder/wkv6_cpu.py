@@ -1,0 +1,30 @@
+"""The C++ op for the CPU."""
+
+from __future__ import annotations
+
+from deepspeed.ops.op_builder.cpu.builder import CPUOpBuilder
+
+from . import toolchain
+from .builder import CSRC, RWKVOpBuilder
+
+
+class WKV6CPUBuilder(RWKVOpBuilder, CPUOpBuilder):
+    BUILD_VAR = "DS_BUILD_WKV6_CPU"
+    NAME = "wkv6_cpu"
+
+    def sources(self) -> list[str]:
+        return [f"{CSRC}/wkv6_cpu_binding.cpp", f"{CSRC}/wkv6_cpu.cpp"]
+
+    def cxx_args(self) -> list[str]:
+        # No -march=native, which DeepSpeed's default has: the op chooses its instruction set at run time, so one build
+        # serves every machine that shares the folder. Without errno and traps, conversions and selections vectorise.
+        return ["-O3", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
+
+    def extra_ldflags(self) -> list[str]:
+        return ["-fopenmp"]
+
+    def libraries_args(self) -> list[str]:
+        return ["gomp"]  # ahead of time, where CPUOpBuilder passes no linker flags
+
+    def missing_for_build(self) -> list[str]:
+        return toolchain.missing_for_cpp()
