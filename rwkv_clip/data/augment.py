@@ -64,25 +64,6 @@ def choose(seed: int, epoch: int, ids: np.ndarray, image_shapes: np.ndarray, cum
     return Choices(caption, flip, start.astype(np.int32), shape.astype(np.int32))
 
 
-def parse_caption_weights(text: str, names: Sequence[str]) -> list[float]:
-    """Weights in the order of `names` from "raw=1,synthetic=1,generated=2"; captions that are not named get 0.
-
-    Raises:
-        UserError: an unknown name, a name twice, or no number.
-    """
-    weights: dict[str, float] = {}
-    for item in text.split(","):
-        name, _, value = (part.strip() for part in item.partition("="))
-        if name not in names or name in weights:
-            fault = "is named twice" if name in weights else f"is none of the data's captions ({', '.join(names)})"
-            raise UserError(f"--caption-weights {text}: {name!r} {fault}; write for instance {names[0]}=1")
-        try:
-            weights[name] = float(value)
-        except ValueError:
-            raise UserError(f"--caption-weights {text}: {value!r} is no number; write for instance {name}=1") from None
-    return [weights.get(name, 0.0) for name in names]
-
-
 def cumulative_caption_weights(num_captions: int, weights: Sequence[float] | None = None) -> np.ndarray:
     """Caption weights as cumulative probabilities, float64 [num_captions], the last one 1.
 

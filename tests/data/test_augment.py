@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from nvidia.dali import Pipeline, fn
 
-from rwkv_clip.data.augment import ASPECT, ATTEMPTS, choose, cumulative_caption_weights, parse_caption_weights
-from rwkv_clip.errors import UserError
+from rwkv_clip.data.augment import ASPECT, ATTEMPTS, choose, cumulative_caption_weights
 from rwkv_clip.model.transform import CROP_AREA
 
 SAMPLES = 8192
@@ -79,23 +78,3 @@ def test_caption_weights_are_kept_and_a_weight_of_zero_is_never_drawn():
     caption = choose(0, 0, np.arange(SAMPLES), np.tile([10, 10], (SAMPLES, 1)), weights).caption
     shares = np.bincount(caption, minlength=4) / SAMPLES
     assert np.allclose(shares, [1 / 3, 0, 2 / 3, 0], atol=0.02) and shares[1] == shares[3] == 0
-
-
-def test_caption_weights_are_read_by_name():
-    names = ["raw", "synthetic", "generated"]
-    assert parse_caption_weights("generated=2, raw=0.5", names) == [0.5, 0, 2]
-
-
-@pytest.mark.parametrize(
-    "text,complaint",
-    [
-        ("raw=1,human=2", "'human' is none of the data's captions \\(raw, generated\\)"),
-        ("raw=1,raw=2", "'raw' is named twice"),
-        ("raw", "'' is no number"),
-        ("raw=much", "'much' is no number"),
-        ("", "'' is none of"),
-    ],
-)
-def test_caption_weights_that_cannot_be_read_are_refused(text, complaint):
-    with pytest.raises(UserError, match=complaint):
-        parse_caption_weights(text, ["raw", "generated"])
