@@ -1,0 +1,96 @@
+"""RWKV-CLIP itself in bf16 ZeRO-1 engines: it trains, exports, and replays drop path under activation checkpointing."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from ranks import run_ranks
+from tiny import make_engine, micro_batches
+
+from rwkv_clip.model.clip import RWKVCLIP
+from rwkv_clip.model.config import ImageConfig, ModelConfig, TextConfig
+from rwkv_clip.model.published import published_state_dict
+from rwkv_clip.training.loss import ClipLoss
+from rwkv_clip.training.masters import set_masters
+from rwkv_clip.training.step import train_step
+
+CONFIG = ModelConfig(
+    "tiny",
+    ImageConfig(image_size=16, patch_size=8, width=16, depth=3, num_heads=2, hidden_rate=2, drop_path_rate=0.3),
+    TextConfig(context_length=8, vocab_size=40, width=16, depth=2, num_heads=2, ffn_width=32, dropout=0.2),
+)
+PAIRS = 12
+
+
+def make_pairs(seed: int):
+    generator = torch.Generator().manual_seed(seed)
+    return SimpleNamespace(
+        images=torch.randn(PAIRS, 3, 16, 16, generator=generator),
+        tokens=torch.randint(1, 40, (PAIRS, 8), generator=generator),
+    )
+
+
+def train(accumulation: int, precision: str, checkpointed: bool, steps: int = 2):
+    import deepspeed
+    import torch.distributed as dist
+
+    from rwkv_clip.ops import implementation
+    from rwkv_clip.ops.wkv6_torch import wkv6_torch_backward, wkv6_torch_forward
+
+    # The plain operator, which needs no compiler and waits for no other process's build.
+    plain = implementation.Implementation("torch", wkv6_torch_forward, wkv6_torch_backward)
+    sys.modules["rwkv_clip.ops.wkv6"].implementation = lambda device_type: plain
+
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    model = RWKVCLIP(CONFIG).train()
+    exact = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    engine = make_engine(model, PAIRS // world_size // accumulation, accumulation, 1, precision, lr=1e-3)
+    set_masters(engine, exact)
+    if checkpointed:
+        deepspeed.checkpointing.configure(None, deepspeed_config=engine.config)
+        model.set_activation_checkpointing(deepspeed.checkpointing.non_reentrant_checkpoint)
+    losses = []
+    for step in range(steps):
+        torch.manual_seed(100 * step + rank)
+        batches = micro_batches(make_pairs(step), rank, world_size, accumulation)
+        losses.append(train_step(engine, batches, ClipLoss(group=engine.data_parallel_group)).loss.item())
+    weights = {name: value.numpy() for name, value in published_state_dict(model).items()}
+    return losses, weights
+
+
+def trainings(settings):
+    return [train(*setting) for setting in settings]
+
+
+@pytest.fixture(scope="module")
+def runs():
+    settings = [(1, "bf16", False)]
+    settings += [(3, precision, checkpointed) for precision in ("fp32", "bf16") for checkpointed in (False, True)]
+    return dict(zip(settings, zip(*run_ranks(2, trainings, settings), strict=True), strict=True))
+
+
+def test_M7_a_bf16_zero1_run_starts_and_exports_the_temperature_as_a_number(runs):
+    for losses, weights in runs[(1, "bf16", False)]:
+        assert np.isfinite(losses).all()
+        assert weights["logit_scale"].shape == ()
+        assert weights["logit_scale"] != np.float32(np.log(1 / 0.07))
+        assert {value.dtype for value in weights.values()} == {np.dtype(np.float32)}
+
+
+def test_ranks_end_with_the_same_weights(runs):
+    for (_, first), (_, second) in runs.values():
+        assert all(np.array_equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_activation_checkpointing_changes_nothing_under_drop_path_and_replay(runs, precision):
+    (losses, weights), _ = runs[(3, precision, False)]
+    (checkpointed_losses, checkpointed_weights), _ = runs[(3, precision, True)]
+    assert checkpointed_losses == pytest.approx(losses, rel=1e-6)
+    for name, value in weights.items():
+        np.testing.assert_allclose(checkpointed_weights[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
