@@ -29,6 +29,7 @@ class RWKVOpBuilder:
 
     BUILD_VAR: str  # environment variable that makes setup.py compile the op
     NAME: str
+    FILES: tuple[str, ...]  # glob patterns, relative to ROOT, of all files that the compiler reads
 
     _loaded: dict[str, ModuleType] = {}
 
@@ -78,11 +79,11 @@ class RWKVOpBuilder:
     def jit_name(self) -> str:
         """Name of the just-in-time build: the op and a digest of all that its binary depends on.
 
-        So two versions of the sources or of torch never share a folder, and one build serves every head size and length.
+        So two versions of the sources or of torch never share a folder. One build serves every head size and length.
         """
         digest = hashlib.sha256(f"{torch.__version__} {torch.version.cuda} {self.cxx_args()}".encode())
-        for path in sorted((ROOT / CSRC).iterdir()):
-            if path.is_file():
+        for pattern in self.FILES:
+            for path in sorted(ROOT.glob(pattern)):
                 digest.update(path.name.encode() + b"\0" + path.read_bytes())
         return f"rwkv_clip_{self.NAME}_{digest.hexdigest()[:10]}"
 
@@ -102,9 +103,7 @@ class RWKVOpBuilder:
                 module = self._jit_load_as(name, verbose)
             except (RuntimeError, OSError, ImportError) as error:
                 line = toolchain.first_error_line(str(error))
-                message = (
-                    f"The op {self.NAME} could not be built: {line}. {toolchain.way_out(line)}. (Built in {folder}.)"
-                )
+                message = f"The op {self.NAME} could not be built: {line}. {toolchain.way_out(line)}. (In {folder}.)"
                 failure.write_text(message)
                 raise OpBuildError(message) from None
             failure.unlink(missing_ok=True)

@@ -1,8 +1,8 @@
 """One build at a time per folder, nobody waits in silence, and nobody waits for a process that is gone.
 
-torch's own `lock` file stays behind when its process is killed, and everyone then waits for it for ever. Ours is a lock of
-the operating system (flock), which ends with its process, also on NFS. Whoever holds it knows that torch's file, if there
-is one, is stale.
+torch's own `lock` file stays behind when its process is killed, and everyone then waits for it for ever. Ours is a lock
+of the operating system (flock), which ends with its process, also on NFS. Whoever holds it knows that torch's file, if
+there is one, is stale.
 """
 
 from __future__ import annotations

@@ -61,26 +61,22 @@ def missing_for_cpp() -> list[str]:
 
 def missing_for_cuda() -> list[str]:
     """What is missing to compile CUDA code for this torch. A device is not needed for that."""
-    from torch.utils.cpp_extension import CUDA_HOME
-
     missing = []
-    version = nvcc_version()
+    home, version = cuda_home(), nvcc_version()
     if version is None:
         setting = os.environ.get("CUDA_HOME", "not set")
         missing.append(
             "no nvcc: install the CUDA toolkit, then put nvcc on PATH or set CUDA_HOME to the toolkit's folder "
             f"(CUDA_HOME is {setting})"
         )
-    elif not os.path.isfile(os.path.join(CUDA_HOME, "include", "cuda_runtime_api.h")):
-        missing.append(
-            f"no include/cuda_runtime_api.h in {CUDA_HOME}, the folder of nvcc: set CUDA_HOME to the toolkit's folder"
-        )
+    elif not os.path.isfile(os.path.join(home, "include", "cuda_runtime_api.h")):
+        missing.append(f"no include/cuda_runtime_api.h in {home}, where nvcc is: set CUDA_HOME to the toolkit's folder")
     if torch.version.cuda is None:
         missing.append(f"torch {torch.__version__} is built without CUDA: install a CUDA build of torch")
     elif version is not None and version[0] != int(torch.version.cuda.split(".")[0]):
         missing.append(
-            f"nvcc is of CUDA {version[0]}.{version[1]}, torch of CUDA {torch.version.cuda}: set CUDA_HOME to a toolkit "
-            "of torch's major version"
+            f"nvcc is of CUDA {version[0]}.{version[1]}, torch of CUDA {torch.version.cuda}: set CUDA_HOME to a "
+            "toolkit of torch's major version"
         )
     return missing + missing_for_cpp()
 
@@ -89,14 +85,24 @@ def missing_device() -> list[str]:
     return [] if torch.cuda.is_available() else ["no CUDA device is visible (torch.cuda.is_available() is False)"]
 
 
-def nvcc_version() -> tuple[int, int] | None:
-    """(major, minor) of CUDA_HOME's nvcc; None when it is missing or does not run."""
+def cuda_home() -> str | None:
+    """The CUDA toolkit's folder: what torch found, or, as a CPU build of torch does not look, where it would look."""
     from torch.utils.cpp_extension import CUDA_HOME
 
-    if CUDA_HOME is None:
+    if CUDA_HOME is not None:
+        return CUDA_HOME
+    nvcc = shutil.which("nvcc")
+    found = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or (nvcc and str(Path(nvcc).parent.parent))
+    return found or ("/usr/local/cuda" if os.path.exists("/usr/local/cuda") else None)
+
+
+def nvcc_version() -> tuple[int, int] | None:
+    """(major, minor) of the toolkit's nvcc; None when it is missing or does not run."""
+    home = cuda_home()
+    if home is None:
         return None
     try:
-        text = subprocess.check_output([os.path.join(CUDA_HOME, "bin", "nvcc"), "--version"], text=True)
+        text = subprocess.check_output([os.path.join(home, "bin", "nvcc"), "--version"], text=True)
     except (OSError, subprocess.SubprocessError):
         return None
     found = re.search(r"release (\d+)\.(\d+)", text)

@@ -7,15 +7,17 @@ import os
 from deepspeed.ops.op_builder.builder import CUDAOpBuilder
 
 from . import toolchain
-from .builder import CSRC, RWKVOpBuilder
+from .builder import CSRC, ROOT, RWKVOpBuilder
 
 
 class WKV6Builder(RWKVOpBuilder, CUDAOpBuilder):
     BUILD_VAR = "DS_BUILD_WKV6"
     NAME = "wkv6"
+    FILES = (f"{CSRC}/wkv6.h", f"{CSRC}/wkv6_binding.h", f"{CSRC}/wkv6_cuda*")
 
     def sources(self) -> list[str]:
-        return [f"{CSRC}/wkv6_cuda_binding.cpp", f"{CSRC}/wkv6_cuda.cu"]
+        kernels = sorted(path.name for path in (ROOT / CSRC).glob("wkv6_cuda*.cu"))
+        return [f"{CSRC}/{name}" for name in ("wkv6_cuda_binding.cpp", *kernels)]
 
     def cxx_args(self) -> list[str]:
         return ["-O3"]

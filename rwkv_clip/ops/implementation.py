@@ -1,7 +1,7 @@
 """What computes WKV6 on a device: the CUDA op, the C++ op, or plain torch on a CPU where the op cannot be built.
 
-The first call builds or loads the op through its builder in `op_builder/`. A job calls `prepare` beforehand, where a long
-build and its messages are expected.
+The first call builds or loads the op through its builder in `op_builder/`. A job calls `prepare` beforehand, where a
+long build and its messages are expected.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _load(op_name: str) -> None:
         from op_builder import ALL_OPS, OpBuildError
     except ImportError as error:
         raise UserError(
-            f"The op {op_name} cannot be built: DeepSpeed, which builds it, is missing ({error})."
+            f"The op {op_name} cannot be built without DeepSpeed ({error}): pip install deepspeed."
         ) from None
     try:
         ALL_OPS[op_name]().load()

@@ -30,15 +30,15 @@ def wkv6(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> Tensor:
     """Bidirectional WKV6 (see `wkv6_reference` for the formula): every token attends to all tokens, in linear memory.
 
     Args:
-        r, k, v: [B, T, H, N], one dtype of float32, bfloat16, float16. T ≥ 1; N a multiple of 4, at most 128; B and H may
-            be 0. Any strides; those with a contiguous last dimension are read in place.
-        w: [B, T, H, N], raw decay (decay = exp(−exp(w)) per token and channel), r's dtype or float32. Keep it in float32:
-            bfloat16 near −6 is wrong by 1.6 % of exp(w).
+        r, k, v: [B, T, H, N], one dtype of float32, bfloat16, float16. T ≥ 1; N a multiple of 4, at most 128; B and H
+            may be 0. Any strides; those with a contiguous last dimension are read in place.
+        w: [B, T, H, N], raw decay (decay = exp(−exp(w)) per token and channel), r's dtype or float32. Keep it in
+            float32: bfloat16 near −6 is wrong by 1.6 % of exp(w).
         u: [H, N], weight of a token's own key, r's dtype or float32.
 
     Returns:
-        y: [B, T, H, N] contiguous, r's dtype; float32 inside. Differentiable in all five inputs (once), each gradient in
-        its input's dtype. Deterministic.
+        y: [B, T, H, N] contiguous, r's dtype; float32 inside. Differentiable in all five inputs (once), each gradient
+        in its input's dtype. Deterministic.
 
     Raises:
         ValueError: anything else, with the value found.

@@ -9,7 +9,9 @@ from torch import Tensor
 def wkv6_reference(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> Tensor:
     """Bidirectional WKV6 as a recurrence over tokens; differentiable, slow, O(B·T·H·N²) memory under autograd.
 
-        y[t] = Σ_{s<t} (r[t] · Π_{s<m<t} d[m] · k[s]) v[s] + (r[t] · u · k[t]) v[t] + Σ_{s>t} (r[t] · Π_{t<m<s} d[m] · k[s]) v[s]
+        y[t] = Σ_{s<t} (r[t] · Π_{s<m<t} d[m] · k[s]) v[s]
+             + (r[t] · u · k[t]) v[t]
+             + Σ_{s>t} (r[t] · Π_{t<m<s} d[m] · k[s]) v[s]
 
     with d = exp(−exp(w)) and sums over the N channels of the key. RWKV-6 (arXiv 2404.05892) in both directions, as in
     Vision-RWKV (arXiv 2403.02308) and RWKV-CLIP (arXiv 2406.06973).

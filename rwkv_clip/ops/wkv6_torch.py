@@ -1,4 +1,4 @@
-"""WKV6 in plain torch, for a machine without a compiler: no loop over state matrices, exact, some times slower than the op.
+"""WKV6 in plain torch, for a machine without a compiler: exact, and some times slower than the op.
 
 One step treats all pairs of tokens at one distance. Everything is float32; the decays between two tokens are a running
 product, so nothing overflows. Memory of the backward pass grows with T², a batch entry at a time.
@@ -54,8 +54,8 @@ def _gradients_of_one(
             term += gradient * pair
         terms.append(term)
         between = between[:-1] * decay[distance:-1]
-    # From the longest distance down: `total[s]` sums the pairs of s with all tokens at this distance or beyond, which are
-    # those that straddle token s + distance - 1. A difference of sums over all pairs would cancel.
+    # From the longest distance down: `total[s]` sums the pairs of s with all tokens at this distance or beyond, which
+    # are those that straddle token s + distance - 1. A difference of sums over all pairs would cancel.
     gradient_of_log = torch.zeros_like(decay)
     total = torch.zeros_like(decay[:0])
     for distance in range(tokens - 1, 1, -1):
