@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import sys
@@ -32,9 +33,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0 when all is sound, 1 when records or the index are faulty."""
-    _check(args)
+    _check_arguments(args)
     # The decoder's own lines name no record; the report does.
     os.environ.setdefault("PYNVIMGCODEC_VERBOSITY", "0")
+    try:
+        importlib.import_module("nvidia.nvimgcodec")
+    except ImportError as error:
+        raise UserError(
+            f"inspect looks at images with nvImageCodec, the training decoder, which cannot be imported ({error}): "
+            f"run `pip install nvidia-dali-cuda120`"
+        ) from None
     result: dict = {}
     if args.rebuild_index:
         result["rebuilt"] = _rebuild(args)
@@ -154,7 +162,7 @@ def text_lines(result: dict) -> list[str]:
     return lines
 
 
-def _check(args: argparse.Namespace) -> None:
+def _check_arguments(args: argparse.Namespace) -> None:
     if (args.show is None) != (args.out is None):
         raise UserError("--show K and --out FILE go together: give both, such as --show 16 --out grid.png")
     if args.show is not None and not 1 <= args.show <= 400:

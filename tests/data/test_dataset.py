@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pickle
@@ -10,6 +11,7 @@ import shutil
 import numpy as np
 import pytest
 
+from rwkv_clip.data import checks as checks_module
 from rwkv_clip.data import dataset as dataset_module
 from rwkv_clip.data.checks import CACHE_NAME, check_dataset, token_fault
 from rwkv_clip.data.dataset import open_dataset, read_manifest, write_manifest
@@ -319,3 +321,11 @@ def test_long_checks_say_how_they_get_on():
 def test_labels_are_read_only_views(packed):
     with pytest.raises(ValueError, match="read-only"):
         open_dataset(packed).read(0).label[0] = 1
+
+
+def test_check_of_large_data_shows_its_rate(packed, monkeypatch):
+    monkeypatch.setattr(checks_module, "Progress", functools.partial(Progress, every=0.0))
+    lines = []
+    open_dataset(packed).check(log=lines.append)
+    assert any(line.startswith("checking the index: 12 of 12 records (") for line in lines)
+    assert any(line.startswith("checking a sample: 12 of 12 records (") for line in lines)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 
 import numpy as np
 import pytest
@@ -131,6 +132,12 @@ def test_unusable_data_end_with_one_line_and_status_2(pairs, capsys):
         assert main(["inspect", str(path)]) == 2
         error = capsys.readouterr().err
         assert error.startswith("error: ") and error.count("\n") == 1
+
+
+def test_missing_decoder_is_named(pairs, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "nvidia.nvimgcodec", None)
+    assert main(["inspect", str(pairs / "base")]) == 2
+    assert "pip install nvidia-dali-cuda120" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
