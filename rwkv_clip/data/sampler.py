@@ -43,7 +43,7 @@ class Sampler:
         num_records, steps_per_epoch.
 
     Raises:
-        UserError: the data do not fill one global batch, or the ranks do not divide it.
+        UserError: the data do not fill one global batch, the ranks do not divide it, or a number is below 1.
     """
 
     def __init__(
@@ -59,6 +59,8 @@ class Sampler:
         self.global_batch_size = int(global_batch_size)
         self.window = int(window)
         self._seed = int(seed)
+        if self.window < 1:
+            raise UserError(f"a shuffle window of {window} records is empty: give 1 or more ({WINDOW} by default)")
         if self.global_batch_size < 1 or self.global_batch_size % world_size:
             raise UserError(f"a global batch of {global_batch_size} records cannot be shared by {world_size} ranks")
         if self.global_batch_size > self.num_records:

@@ -52,6 +52,8 @@ def test_L6_data_smaller_than_a_global_batch_state_the_sizes():
     assert "\n" not in str(error.value)
     with pytest.raises(UserError, match="10 records cannot be shared by 3 ranks"):
         Sampler([63], seed=0, global_batch_size=10, world_size=3)
+    with pytest.raises(UserError, match="a shuffle window of 0 records is empty"):
+        Sampler([63], seed=0, global_batch_size=10, window=0)
 
 
 def test_L7_shortened_epochs_go_on_where_the_last_one_stopped():
