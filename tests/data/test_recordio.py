@@ -256,7 +256,7 @@ def exercise(rec_path, idx_path) -> str:
         for i in range(len(file)):
             try:
                 record = file.read(i)
-                bytes(record.payload), record.label.sum()
+                bytes(record.payload), record.label.tobytes()
                 file.describe(i)
             except UserError:
                 assert outcome == "refused"
