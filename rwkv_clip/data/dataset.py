@@ -16,6 +16,7 @@ import os
 import zlib
 from bisect import bisect_right
 from collections import OrderedDict
+from collections.abc import Iterable
 from hashlib import sha256
 from pathlib import Path
 
@@ -56,25 +57,27 @@ def find_records(path: str | os.PathLike) -> list[Path]:
     path = Path(path)
     if path.is_dir():
         rec_paths = sorted(path.glob("*.rec"))
-        unfinished = _unfinished(path)
-        if unfinished:
-            # Without a manifest nothing tells that finished shards beside it are not the whole data set.
-            raise UserError(f"{path} is not a whole data set{unfinished}")
+        interrupted = _interrupted([path] if path.name.endswith(".partial") else sorted(path.glob("*.rec.partial")))
+        if interrupted:
+            # Without a manifest nothing tells that finished shards are not the whole data set.
+            raise UserError(f"{path} is not a whole data set{interrupted}")
         if not rec_paths:
             raise UserError(f"{path} holds no *.rec file and no {MANIFEST_NAME}: give the folder that `pack` wrote")
         return rec_paths
     rec_path, idx_path = pair_paths(path)
     if not rec_path.exists():
         near = sorted(entry.name for entry in path.parent.glob("*.rec"))[:4] if path.parent.is_dir() else []
-        hint = f"; {path.parent} holds {', '.join(near)}" if near else _unfinished(path.parent)
+        left = (path.with_name(path.name + ".partial"), rec_path.with_name(rec_path.name + ".partial"))
+        hint = _interrupted(partial for partial in left if partial.exists())
+        hint = hint or (f"; {path.parent} holds {', '.join(near)}" if near else "")
         raise UserError(f"no data at {path}: neither a folder nor a pair {rec_path.name} + {idx_path.name}{hint}")
     return [rec_path]
 
 
-def _unfinished(folder: Path) -> str:
-    """Words for a message, where a packer was interrupted."""
-    partial = sorted(folder.glob("*.rec.partial")) if folder.is_dir() else []
-    return f"; {partial[0].name} was left by an interrupted packer: pack again" if partial else ""
+def _interrupted(left: Iterable[Path]) -> str:
+    """Words for a message that name what an interrupted packer left, if it left anything."""
+    first = next(iter(left), None)
+    return f"; {first.name} was left by an interrupted packer: pack again" if first else ""
 
 
 def read_manifest(folder: str | os.PathLike) -> dict:

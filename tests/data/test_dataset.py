@@ -113,6 +113,17 @@ def test_folder_whose_files_are_unfinished_is_refused(tmp_path):
     assert len(open_dataset(tmp_path)) == 3
 
 
+def test_D13_folder_that_an_interrupted_pack_works_in_is_refused(tmp_path):
+    (tmp_path / "out.partial").mkdir()
+    write_shard(tmp_path / "out.partial" / "train-00000", 0, 3)
+    for path in (tmp_path / "out", tmp_path / "out.partial"):
+        assert "out.partial was left by an interrupted packer: pack again" in refused(path)
+    # A finished folder of that name stays usable.
+    (tmp_path / "out").mkdir()
+    write_shard(tmp_path / "out" / "train-00000", 0, 3)
+    assert len(open_dataset(tmp_path / "out")) == 3
+
+
 def test_shards_that_disagree_with_the_manifest_are_refused(packed, fixtures):
     shutil.copy(packed / "train-00000.idx", packed / "train-00002.idx")
     assert "train-00002.idx lists 4 records and dataset.json says 7" in refused(packed)
