@@ -19,7 +19,7 @@ class OpBuildError(RuntimeError):
     """An op cannot be built here. One line: which, why, and what to do."""
 
 
-def _ninja_folder() -> str | None:
+def ninja_folder() -> str | None:
     """Folder of ninja, found beside the interpreter too: a venv started by its full path is not on PATH."""
     candidates = [shutil.which("ninja"), str(Path(sys.executable).parent / "ninja")]
     with contextlib.suppress(ImportError):
@@ -34,7 +34,7 @@ def _ninja_folder() -> str | None:
 def tools_on_path() -> Iterator[None]:
     """PATH with ninja's folder in it, and with the system's default folders when PATH is not set at all."""
     before = os.environ.get("PATH")
-    folders = [before or os.defpath, _ninja_folder()]
+    folders = [before or os.defpath, ninja_folder()]
     os.environ["PATH"] = os.pathsep.join(folder for folder in folders if folder)
     try:
         yield
@@ -43,6 +43,24 @@ def tools_on_path() -> Iterator[None]:
             del os.environ["PATH"]
         else:
             os.environ["PATH"] = before
+
+
+def extensions_root() -> str:
+    """Folder of torch's just-in-time builds: TORCH_EXTENSIONS_DIR, or a folder of the user's cache."""
+    from torch.utils.cpp_extension import get_default_build_root
+
+    return os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()
+
+
+def compiler_version() -> str:
+    """First line that the C++ compiler says about itself."""
+    from torch.utils.cpp_extension import get_cxx_compiler
+
+    compiler = get_cxx_compiler()
+    try:
+        return subprocess.check_output([*shlex.split(compiler), "--version"], text=True).splitlines()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return f"none: {compiler!r} does not run"
 
 
 def missing_for_cpp() -> list[str]:
@@ -54,7 +72,7 @@ def missing_for_cpp() -> list[str]:
     with tools_on_path():
         if shutil.which(shlex.split(compiler)[0]) is None:
             missing.append(f"no C++ compiler: {compiler!r} not found; install g++ or set CXX")
-    if _ninja_folder() is None:
+    if ninja_folder() is None:
         missing.append("no ninja: pip install ninja")
     return missing
 
