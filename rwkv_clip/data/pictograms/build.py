@@ -15,9 +15,8 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from .. import prepared
+from ..progress import Progress
 from . import packages
 from .artists import Drawing, icon_set, svg_files
 from .captions import TEMPLATES, captions, phrase
@@ -102,7 +101,9 @@ def _render_all(folder: Path, drawings: list[Drawing], size: int) -> tuple[dict[
     workers = max(1, len(os.sched_getaffinity(0)))
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
         results = pool.map(_render_one, jobs, chunksize=32)
-        for drawing, result in tqdm(zip(drawings, results, strict=True), "drawing", len(drawings), mininterval=1):
+        progress = Progress("drawing", len(drawings), "pictures", lambda line: print(line, flush=True))
+        for drawing, result in zip(drawings, results, strict=True):
+            progress()
             if isinstance(result, Rendered):
                 rendered[drawing.key] = result
             else:

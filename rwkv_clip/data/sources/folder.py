@@ -138,4 +138,4 @@ def _lines(path: Path) -> list[str] | None:
         return None
     except OSError as error:
         raise RowError("caption file cannot be read", f"{path}: {error.strerror}") from None
-    return [line for line in text.splitlines() if line.strip()]
+    return [line for line in text.replace("\r", "\n").split("\n") if line.strip()]

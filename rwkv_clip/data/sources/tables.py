@@ -169,7 +169,11 @@ class CsvSource(_ColumnSource):
     def _fields(self, line: bytes) -> list[str]:
         if quote_state(line) != "closed":
             raise RowError("quote without its end", _text(line)[:80])
-        return next(csv.reader(_text(line).splitlines(keepends=True)), [])
+        try:
+            # Not splitlines(), which also cuts at characters that only Unicode calls line ends.
+            return next(csv.reader(part + "\n" for part in _text(line).split("\n")))
+        except csv.Error as error:
+            raise RowError("not CSV", str(error)[:80]) from None
 
 
 class JsonlSource(TableSource):

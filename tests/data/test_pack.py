@@ -1,0 +1,394 @@
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from rwkv_clip.cli import main
+from rwkv_clip.data import pack as pack_module
+from rwkv_clip.data.dataset import open_dataset
+from rwkv_clip.data.pack import pack, shuffled
+from rwkv_clip.data.sources import open_source
+from rwkv_clip.data.tokenizer import tokenize_numpy
+from rwkv_clip.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+
+
+def make_table(folder: Path, count: int, fixtures: Path | None = None) -> Path:
+    """`count` rows with a picture and three captions each; the pictures differ by their gray value."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = ["image\traw\tsynthetic\tgenerated"]
+    for i in range(count):
+        Image.new("L", (24, 24), i % 256).save(folder / f"{i:05}.jpg")
+        lines.append(f"{i:05}.jpg\traw {i}\tsynthetic {i}\tgenerated {i}")
+    (folder / "pairs.tsv").write_text("\n".join(lines) + "\n")
+    return folder / "pairs.tsv"
+
+
+def contents(out: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(out.iterdir())}
+
+
+def captions_of(out: Path) -> list[list[list[int]]]:
+    """Token ids of every record, without padding."""
+    dataset = open_dataset(out)
+    labels = [dataset.read(i).label.astype(int).reshape(-1, 77) for i in range(len(dataset))]
+    return [[caption[caption.nonzero()].tolist() for caption in label] for label in labels]
+
+
+def ids(*captions: str) -> list[list[int]]:
+    return [row[row.nonzero()].tolist() for row in tokenize_numpy(list(captions))]
+
+
+def pack_command(table: Path, out: Path, shard_size: int) -> list[str]:
+    """The command line in a process of its own, with two workers."""
+    options = ["--shard-size", str(shard_size), "--workers", "2"]
+    return [sys.executable, "-m", "rwkv_clip.cli", "pack", str(table), str(out), *options]
+
+
+def pack_here(source: Path, out: Path, **options) -> dict:
+    """Pack in this process."""
+    return pack(open_source(source), out, num_workers=0, **options)
+
+
+def test_each_record_holds_its_rows_picture_and_captions(tmp_path):
+    table = make_table(tmp_path / "in", 20)
+    report = pack_here(table, tmp_path / "out", shard_size=7)
+    assert report == {"rows": 20, "packed": 20, "skipped": {}, "notes": {}}
+    dataset = open_dataset(tmp_path / "out")
+    assert dataset.shard_sizes == [7, 7, 6] and dataset.caption_names == ["raw", "synthetic", "generated"]
+    seen = set()
+    for shard in dataset.files:
+        assert shard.keys.tolist() == list(range(len(shard)))
+        for position in range(len(shard)):
+            row = shard.header(position)[2]
+            record = shard.read(position)
+            assert bytes(record.payload) == (tmp_path / f"in/{row:05}.jpg").read_bytes()
+            expected = tokenize_numpy([f"{name} {row}" for name in ("raw", "synthetic", "generated")])
+            assert (record.label.reshape(3, 77) == expected).all()
+            seen.add(row)
+    assert seen == set(range(20))
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_D1_broken_pictures_are_listed_with_a_reason_and_the_rest_is_packed(tmp_path, fixtures, capsys):
+    source = tmp_path / "in"
+    source.mkdir()
+    for i in range(20):
+        shutil.copy(fixtures / "img/rgb.jpg", source / f"{i}.jpg")
+        (source / f"{i}.txt").write_text(f"picture {i}")
+    broken = ["trunc_60pct.jpg", "html_404.jpg", "zero_bytes.jpg"]
+    for name in broken:
+        shutil.copy(fixtures / "img" / name, source)
+        (source / name).with_suffix(".txt").write_text("broken")
+    assert main(["pack", str(source), str(tmp_path / "out"), "--workers", "1"]) == 0
+    assert len((tmp_path / "out/data-00000.idx").read_text().splitlines()) == 20
+    lines = [line.split("\t") for line in (tmp_path / "out/skipped.tsv").read_text().splitlines()]
+    assert lines[0] == ["row", "where", "reason", "detail"]
+    found = {where: (reason, detail) for _, where, reason, detail in lines[1:]}
+    assert set(found) == set(broken)
+    assert found["trunc_60pct.jpg"][0] == "cannot be decoded" and "Premature end" in found["trunc_60pct.jpg"][1]
+    assert found["html_404.jpg"] == ("not a picture", "it is an HTML page")
+    assert found["zero_bytes.jpg"][0] == "empty file"
+    output = capsys.readouterr().out
+    assert "packed 20 of 23 rows" in output and "skipped 3" in output
+    assert main(["pack", str(source), str(tmp_path / "strict"), "--workers", "1", "--strict"]) == 2
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1 and any(name in message for name in broken)
+    assert not (tmp_path / "strict").exists()
+
+
+def test_D8_a_huge_picture_among_small_ones_is_skipped_with_its_size(tmp_path, fixtures):
+    table = make_table(tmp_path / "in", 5)
+    shutil.copy(fixtures / "img/huge_14000x14000_gray.jpg", tmp_path / "in/00002.jpg")
+    report = pack_here(table, tmp_path / "out")
+    assert report["packed"] == 4 and report["skipped"] == {"too large": 1}
+    assert "pairs.tsv line 4\ttoo large\t14000 x 14000" in (tmp_path / "out/skipped.tsv").read_text()
+
+
+def test_D20_the_fixture_of_lone_quotes_gives_eight_samples(tmp_path, fixtures):
+    shutil.copy(fixtures / "captions/quotes.tsv", tmp_path)
+    for name in "abcdefgh":
+        shutil.copy(fixtures / "img/rgb.jpg", tmp_path / f"{name}.jpg")
+    report = pack_here(tmp_path / "quotes.tsv", tmp_path / "out", seed=None)
+    assert report["packed"] == 8 and report["notes"] == {"captions filled in": 1}
+    captions = captions_of(tmp_path / "out")
+    assert captions[1] == ids('5" nails in a box', "nails", "a box of nails")
+    assert captions[4] == ids("synthetic only", "synthetic only", "generated only")
+    assert captions[5] == ids("None", "null", "nan")
+
+
+def test_D22_good_rows_of_broken_tables_are_packed_and_bad_ones_named_by_line(tmp_path, fixtures):
+    for name in "abcdefg":
+        shutil.copy(fixtures / "img/rgb.jpg", tmp_path / f"{name}.jpg")
+    (tmp_path / "sub dir").mkdir()
+    shutil.copy(fixtures / "img/rgb.jpg", tmp_path / "sub dir/猫.jpg")
+    for name in ("bad_columns.tsv", "mixed.jsonl"):
+        shutil.copy(fixtures / "captions" / name, tmp_path)
+    report = pack_here(tmp_path / "bad_columns.tsv", tmp_path / "columns")
+    assert report["packed"] == 2 and report["skipped"] == {"wrong number of columns": 3}
+    skipped = (tmp_path / "columns/skipped.tsv").read_text()
+    assert all(f"bad_columns.tsv line {line}\t" in skipped for line in (2, 3, 4))
+    report = pack_here(tmp_path / "mixed.jsonl", tmp_path / "mixed", seed=None)
+    assert (
+        report["packed"] == 7 and report["skipped"] == {"not JSON": 1} and report["notes"] == {"captions filled in": 2}
+    )
+    captions = captions_of(tmp_path / "mixed")
+    assert captions[1] == ids("lone \ufffd surrogate", "pair 🐶 ok", "x") and 10631 in captions[1][1]  # T7
+    assert captions[3] == ids("only one", "only one", "only one")
+    assert captions[4] == ids("a", "a", "c")
+    assert captions[6] == ids("a", "b", "c")
+
+
+def test_D23_packing_needs_no_mxnet(tmp_path):
+    table = make_table(tmp_path / "in", 3)
+    code = (
+        "import sys; sys.modules['mxnet'] = None; from rwkv_clip.cli import main; "
+        f"sys.exit(main(['pack', {str(table)!r}, {str(tmp_path / 'out')!r}, '--workers', '1']))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+    assert len(open_dataset(tmp_path / "out")) == 3
+
+
+def test_the_bytes_do_not_depend_on_the_number_of_workers_and_do_on_the_seed(tmp_path, fixtures):
+    table = make_table(tmp_path / "in", 40)
+    shutil.copy(fixtures / "img/trunc_60pct.jpg", tmp_path / "in/00007.jpg")
+    shutil.copy(fixtures / "img/rgba.png", tmp_path / "in/00009.jpg")
+    arguments = ["pack", str(table), "--shard-size", "9"]
+    for workers in (1, 3):
+        assert main([*arguments, str(tmp_path / f"out{workers}"), "--workers", str(workers)]) == 0
+    first = contents(tmp_path / "out1")
+    assert first == contents(tmp_path / "out3")
+    assert len(first) == 2 * 5 + 3
+    pack_here(table, tmp_path / "seed1", shard_size=9, seed=1)
+    assert contents(tmp_path / "seed1")["data-00000.rec"] != first["data-00000.rec"]
+
+
+def test_L12_rows_are_shuffled_over_the_whole_source_unless_asked_not_to(tmp_path):
+    table = make_table(tmp_path / "in", 200)
+    pack_here(table, tmp_path / "out", shard_size=50)
+    pack_here(table, tmp_path / "sorted", shard_size=50, seed=None)
+    rows = {
+        name: [file.header(i)[2] for file in open_dataset(tmp_path / name).files for i in range(len(file))]
+        for name in ("out", "sorted")
+    }
+    assert rows["sorted"] == list(range(200))
+    assert sorted(rows["out"]) == list(range(200))
+    # Every shard holds rows from everywhere: 12.5 of each quarter are expected.
+    for shard in range(4):
+        quarters = np.bincount(np.array(rows["out"][50 * shard : 50 * shard + 50]) // 50, minlength=4)
+        assert quarters.min() >= 4
+
+
+def test_the_shuffle_is_the_same_on_every_machine():
+    assert shuffled(10, 0).tolist() == [2, 4, 6, 8, 5, 1, 7, 0, 9, 3]
+    assert shuffled(10, 7).tolist() == [8, 7, 2, 5, 4, 1, 3, 6, 0, 9]
+    assert sorted(shuffled(1000, 5).tolist()) == list(range(1000))
+    assert shuffled(1000, 5).tolist() != shuffled(1000, 6).tolist()
+    assert len(shuffled(0, 0)) == 0
+
+
+def test_a_second_run_does_nothing_and_another_packing_is_refused(tmp_path, capsys):
+    table = make_table(tmp_path / "in", 6)
+    report = pack_here(table, tmp_path / "out")
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
+    assert pack_here(table, tmp_path / "out") == report
+    assert "nothing to do" in capsys.readouterr().out
+    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
+    with pytest.raises(UserError, match="shuffle_seed 0, not 1"):
+        pack_here(table, tmp_path / "out", seed=1)
+    table.write_text(table.read_text() + "00001.jpg\tnew\tnew\tnew\n")
+    with pytest.raises(UserError, match="holds another packing"):
+        pack_here(table, tmp_path / "out")
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_a_folder_with_other_things_in_it_is_left_alone(tmp_path):
+    table = make_table(tmp_path / "in", 3)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/thesis.txt").write_text("do not touch")
+    with pytest.raises(UserError, match="exists and is no packed data set"):
+        pack_here(table, tmp_path / "out")
+    assert (tmp_path / "out/thesis.txt").exists()
+
+
+def test_an_empty_folder_may_be_the_output(tmp_path):
+    (tmp_path / "out").mkdir()
+    assert pack_here(make_table(tmp_path / "in", 3), tmp_path / "out")["packed"] == 3
+
+
+def test_D13_killed_at_any_moment_it_leaves_nothing_that_looks_finished_and_goes_on(tmp_path):
+    table = make_table(tmp_path / "in", 1000)
+    out = tmp_path / "out"
+    command = [
+        sys.executable,
+        "-m",
+        "rwkv_clip.cli",
+        "pack",
+        str(table),
+        str(out),
+        "--shard-size",
+        "60",
+        "--workers",
+        "2",
+    ]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    reports = tmp_path / "out.partial/reports"
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and len(list(reports.glob("*.json"))) < 3:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not out.exists()
+    with pytest.raises(UserError):
+        open_dataset(out)
+    with pytest.raises(UserError):
+        open_dataset(tmp_path / "out.partial")
+    time.sleep(1.0)  # its processes end by themselves
+    finished = {path.name: path.read_bytes() for path in reports.glob("*.json")}
+    assert 3 <= len(finished) < 17
+    again = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=120)
+    assert again.returncode == 0
+    assert f"going on: {len(finished)} of 17 shards are there already" in again.stdout
+    straight = tmp_path / "straight"
+    pack_here(table, straight, shard_size=60)
+    assert contents(out) == contents(straight)
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_an_unfinished_packing_of_other_rows_is_started_anew(tmp_path, capsys, monkeypatch):
+    table = make_table(tmp_path / "in", 10)
+
+    def stop(*_):
+        raise UserError("stopped")
+
+    monkeypatch.setattr(pack_module, "_finish", stop)
+    with pytest.raises(UserError, match="stopped"):
+        pack_here(table, tmp_path / "out", shard_size=5)
+    monkeypatch.undo()
+    assert len(list((tmp_path / "out.partial/reports").glob("*.json"))) == 2
+    table.write_text("\n".join(table.read_text().splitlines()[:5]) + "\n")
+    assert pack_here(table, tmp_path / "out", shard_size=5)["packed"] == 4
+    assert "starting anew: an unfinished packing had source" in capsys.readouterr().out
+    assert len(open_dataset(tmp_path / "out")) == 4
+
+
+def test_two_packers_do_not_write_one_folder(tmp_path):
+    table = make_table(tmp_path / "in", 3)
+    with pack_module._locked(tmp_path / "out.partial"):
+        with pytest.raises(UserError, match="another packer is writing"):
+            pack_here(table, tmp_path / "out")
+    assert pack_here(table, tmp_path / "out")["packed"] == 3
+
+
+def test_when_no_row_can_be_packed_the_reasons_are_counted(tmp_path):
+    table = make_table(tmp_path / "in", 3)
+    for path in (tmp_path / "in").glob("*.jpg"):
+        path.unlink()
+    with pytest.raises(UserError, match="none of the 3 rows could be packed: 3 image missing"):
+        pack_here(table, tmp_path / "out")
+    assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
+
+
+def test_a_shard_whose_rows_are_all_bad_is_left_out(tmp_path):
+    table = make_table(tmp_path / "in", 9)
+    for i in (3, 4, 5):
+        (tmp_path / f"in/{i:05}.jpg").write_bytes(b"broken")
+    pack_here(table, tmp_path / "out", shard_size=3, seed=None)
+    dataset = open_dataset(tmp_path / "out")
+    assert [file.rec_path.name for file in dataset.files] == ["data-00000.rec", "data-00002.rec"]
+    assert len(dataset) == 6
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux")
+def test_a_full_disk_is_one_message_and_leaves_no_result(tmp_path, monkeypatch):
+    table = make_table(tmp_path / "in", 3)
+    real = open
+
+    def full(path, *args, **options):
+        return real("/dev/full" if str(path).endswith(".rec.partial") else path, *args, **options)
+
+    monkeypatch.setattr("rwkv_clip.data.record_writer.open", full, raising=False)
+    with pytest.raises(UserError, match="No space left"):
+        pack_here(table, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_process_that_is_killed_is_reported_and_the_same_command_goes_on(tmp_path):
+    table = make_table(tmp_path / "in", 400)
+    out = tmp_path / "out"
+    command = [
+        sys.executable,
+        "-m",
+        "rwkv_clip.cli",
+        "pack",
+        str(table),
+        str(out),
+        "--shard-size",
+        "50",
+        "--workers",
+        "2",
+    ]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    reports = tmp_path / "out.partial/reports"
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not list(reports.glob("*.json")):
+        time.sleep(0.01)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    workers = [int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    os.kill(workers[0], signal.SIGKILL)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "ended by SIGKILL (out of memory?)" in errors and "Traceback" not in errors
+    assert subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, timeout=120).returncode == 0
+    assert len(open_dataset(out)) == 400
+
+
+def test_caption_names_can_be_given_and_are_checked(tmp_path):
+    table = make_table(tmp_path / "in", 3)
+    pack_here(table, tmp_path / "out", caption_names=["web", "llm", "vlm"])
+    assert open_dataset(tmp_path / "out").caption_names == ["web", "llm", "vlm"]
+    with pytest.raises(UserError, match="gives 1 names and the source has 3"):
+        pack_here(table, tmp_path / "other", caption_names=["web"])
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (["--shard-size", "0"], "--shard-size is 0"),
+        (["--workers", "-1"], "--workers is -1"),
+        (["--name", "a/b"], "--name is 'a/b'"),
+        (["--max-side", "8"], "--max-side 8 is below --min-side 16"),
+        (["--max-aspect", "0.5"], "at least 1"),
+        (["--images", "/no/such/folder"], "is no folder"),
+    ],
+)
+def test_wrong_options_are_one_line(tmp_path, capsys, option, message):
+    table = make_table(tmp_path / "in", 1)
+    assert main(["pack", str(table), str(tmp_path / "out"), *option]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
+
+
+def test_the_report_counts_what_was_done(tmp_path, fixtures):
+    source = tmp_path / "in"
+    source.mkdir()
+    names = {"rgba.png": "alpha over white", "cmyk_adobe.jpg": "CMYK", "anim.webp": "animation", "rgb.jpg": None}
+    for name in names:
+        shutil.copy(fixtures / "img" / name, source)
+        (source / name).with_suffix(".txt").write_text("a picture")
+    report = pack_here(source, tmp_path / "out")
+    assert report["notes"] == {f"picture encoded anew: {change}": 1 for change in names.values() if change}
+    assert json.loads((tmp_path / "out/pack_report.json").read_text()) == report
+    assert not (tmp_path / "out/skipped.tsv").exists()

@@ -1,0 +1,297 @@
+from __future__ import annotations
+
+import csv
+import json
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rwkv_clip.data.sources import Source, open_source
+from rwkv_clip.data.sources.base import RowError
+from rwkv_clip.data.sources.lines import quote_state
+from rwkv_clip.errors import UserError
+
+
+def indexed(path: Path, **options) -> Source:
+    source = open_source(path, **options)
+    folder = path.parent / "index"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    source.build_index(folder)
+    return source
+
+
+def read_all(source: Source) -> list:
+    """Captions of each row, or the fault's kind."""
+    result = []
+    for i in range(len(source)):
+        try:
+            result.append(source.row(i).captions)
+        except RowError as error:
+            result.append(error.kind)
+    return result
+
+
+@pytest.fixture
+def folder(tmp_path, fixtures) -> Path:
+    """Pictures a.jpg ... h.jpg."""
+    for name in "abcdefgh":
+        shutil.copy(fixtures / "img/rgb.jpg", tmp_path / f"{name}.jpg")
+    return tmp_path
+
+
+def write(path: Path, text: str | bytes) -> Path:
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+# ---------------------------------------------------------------- tab-separated
+
+
+def test_D20_quotes_in_tsv_are_ordinary_characters(folder, fixtures):
+    shutil.copy(fixtures / "captions/quotes.tsv", folder)
+    source = indexed(folder / "quotes.tsv")
+    rows = read_all(source)
+    assert len(rows) == 8
+    assert rows[1] == ['5" nails in a box', "nails", "a box of nails"]
+    assert rows[2][0] == '"quoted start only'
+    assert rows[4] == ["", "synthetic only", "generated only"]
+    assert rows[5] == ["None", "null", "nan"]
+    assert rows[6][0] == "café 猫 🐶"
+    assert rows[7] == ["back\\slash \\t literal", "3.14", "007"]
+
+
+def test_D22_rows_with_other_column_counts_are_left_out_by_line_number(folder, fixtures):
+    shutil.copy(fixtures / "captions/bad_columns.tsv", folder)
+    source = indexed(folder / "bad_columns.tsv")
+    wrong = "wrong number of columns"
+    assert read_all(source) == [["one", "two", "three"], wrong, wrong, wrong, ["one", "two", "three"]]
+    assert [source.where(i) for i in range(5)] == [f"bad_columns.tsv line {n}" for n in (1, 2, 3, 4, 6)]
+    with pytest.raises(RowError, match="3, not 4"):
+        source.row(1)
+
+
+def test_a_header_chooses_the_columns_by_their_usual_names(folder):
+    table = write(folder / "t.tsv", "id\tgenerated\tImage\traw\tsynthetic\n7\tG\ta.jpg\tR\tS\n")
+    source = indexed(table)
+    assert source.caption_names == ["raw", "synthetic", "generated"]
+    assert read_all(source) == [["R", "S", "G"]]
+    assert source.where(0) == "t.tsv line 2"
+
+
+def test_columns_can_be_named_with_and_without_a_header(folder):
+    table = write(folder / "t.tsv", "where\tfoo\tbar\na.jpg\tF\tB\n")
+    source = indexed(table, image_column="where", caption_columns=["bar", "foo"])
+    assert source.caption_names == ["bar", "foo"] and read_all(source) == [["B", "F"]]
+    table = write(folder / "t.tsv", "F\ta.jpg\tB\n")
+    assert read_all(indexed(table, image_column="2", caption_columns=["3"])) == [["B"]]
+
+
+def test_byte_order_mark_crlf_blank_lines_and_no_final_line_break_are_understood(folder):
+    table = write(folder / "t.tsv", b"\xef\xbb\xbfimage\tcaption\r\n\r\na.jpg\tone\r\n\n\nb.jpg\ttwo")
+    source = indexed(table)
+    assert read_all(source) == [["one"], ["two"]]
+    assert source.where(1) == "t.tsv line 6"
+
+
+def test_bytes_that_are_no_utf8_become_the_replacement_character(folder):
+    table = write(folder / "t.tsv", b"image\tcaption\na.jpg\tcaf\xe9\n")
+    assert read_all(indexed(table)) == [["caf\ufffd"]]
+
+
+def test_pictures_are_found_relative_to_the_table_or_to_a_given_folder(folder, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("tables")
+    absolute = write(
+        elsewhere / "t.tsv", f"image\tcaption\na.jpg\tone\n{folder / 'b.jpg'}\ttwo\nhttp://x/a.jpg\tthree\n"
+    )
+    assert read_all(indexed(absolute)) == ["image missing", ["two"], "image is a URL"]
+    assert read_all(indexed(absolute, images=folder)) == [["one"], ["two"], "image is a URL"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("t.tsv", "", "holds no rows"),
+        ("t.tsv", "image\tcaption\n", "a header and no rows"),
+        ("t.tsv", "image caption\na.jpg one\n", "one column .* separated by tabs"),
+        ("t.csv", "image;caption\na.jpg;one\n", "one column .* separated by commas"),
+        ("t.tsv", "image\tsize\na.jpg\t7\n", "no caption column .* --caption-columns"),
+        ("t.tsv", "a.jpg" + "\tc" * 9 + "\n", "9 captions a row"),
+        ("t.tsv", "image\tcaption\n".encode("utf-16"), "UTF-16"),
+        ("t.jsonl", "[1]\n{oops\n", "no line that is a JSON object"),
+        ("t.jsonl", '{"pic": "a.jpg", "caption": "x"}\n', "--image-column"),
+        ("t.xlsx", "PK", "no source that can be packed"),
+    ],
+)
+def test_what_cannot_be_packed_is_one_clear_message(tmp_path, name, content, message):
+    with pytest.raises(UserError, match=message):
+        indexed(write(tmp_path / name, content))
+
+
+def test_a_misnamed_column_lists_those_that_are_there(folder):
+    table = write(folder / "t.tsv", "image\tcaption\na.jpg\tone\n")
+    with pytest.raises(UserError, match="no column 'captoin'; it has image, caption"):
+        indexed(table, caption_columns=["captoin"])
+    with pytest.raises(UserError, match="no column 'img'; it has image, caption"):
+        indexed(table, image_column="img")
+    with pytest.raises(UserError, match="no source at"):
+        open_source(folder / "nothing.tsv")
+
+
+# ---------------------------------------------------------------- comma-separated
+
+
+def test_csv_fields_in_quotes_hold_commas_quotes_and_line_breaks(folder):
+    table = write(folder / "t.csv", 'image,caption\na.jpg,"one, ""two""\nthree"\nb.jpg,5" nails\nc.jpg,plain\n')
+    source = indexed(table)
+    assert read_all(source) == [['one, "two"\nthree'], ['5" nails'], ["plain"]]
+    assert [source.where(i) for i in range(3)] == ["t.csv line 2", "t.csv line 4", "t.csv line 5"]
+
+
+@pytest.mark.parametrize("next_row", ["b.jpg,plain", 'b.jpg,"quoted"', 'b.jpg,"quoted, with comma"'])
+def test_D20_a_quote_that_is_never_closed_costs_its_own_line_only(folder, next_row):
+    table = write(folder / "t.csv", f'image,caption\na.jpg,"open\n{next_row}\nc.jpg,fine\n')
+    rows = read_all(indexed(table))
+    assert rows[0] == "quote without its end"
+    assert rows[2] == ["fine"] and len(rows) == 3 and rows[1][0].startswith(("plain", "quoted"))
+
+
+fields = st.text(alphabet='ab,"\n\u2028\x85 é', max_size=12)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(fields, fields), min_size=1, max_size=8))
+def test_what_pythons_csv_writer_writes_is_read_back(tmp_path_factory, rows):
+    folder = tmp_path_factory.mktemp("csv")
+    with open(folder / "t.csv", "w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["image", "caption", "caption2"])
+        for row in rows:
+            writer.writerow(["x.jpg", *row])
+    write(folder / "x.jpg", "anything")
+    assert read_all(indexed(folder / "t.csv")) == [list(row) for row in rows]
+
+
+@given(st.lists(st.text(alphabet='ab,"', max_size=8), min_size=1, max_size=4))
+def test_every_record_that_the_csv_writer_makes_counts_as_closed(row):
+    import io
+
+    out = io.StringIO()
+    csv.writer(out, lineterminator="").writerow(row)
+    assert quote_state(out.getvalue().encode()) == "closed"
+
+
+# ---------------------------------------------------------------- JSON lines
+
+
+def test_D22_json_lines_follow_the_documented_rules(folder, fixtures):
+    shutil.copy(fixtures / "captions/mixed.jsonl", folder)
+    (folder / "sub dir").mkdir()
+    shutil.copy(folder / "a.jpg", folder / "sub dir/猫.jpg")
+    source = indexed(folder / "mixed.jsonl")
+    assert source.caption_names == ["caption0", "caption1", "caption2"]
+    rows = read_all(source)
+    assert rows[0] == ["a dog", "a brown dog", "dog runs"]
+    assert rows[1][0] == "lone \ud83d surrogate" and rows[1][1] == "pair 🐶 ok"
+    assert rows[3] == ["only one", None, None]
+    assert rows[4] == ["a", None, "c"]
+    assert rows[5] == ["1", "2.5", "true"]
+    assert rows[6] == ["a", "b", "c"]
+    assert rows[7] == "not JSON" and source.where(7) == "mixed.jsonl line 8"
+
+
+def test_captions_may_be_keys_an_object_or_token_ids(folder):
+    table = write(folder / "t.jsonl", '{"image": "a.jpg", "raw": "R", "generated": "G", "synthetic": null}\n')
+    source = indexed(table)
+    assert source.caption_names == ["raw", "synthetic", "generated"] and read_all(source) == [["R", None, "G"]]
+    table = write(folder / "t.jsonl", '{"image": "a.jpg", "captions": {"web": "W", "llm": [49406, 320, 49407]}}\n')
+    source = indexed(table)
+    assert source.caption_names == ["web", "llm"] and read_all(source) == [["W", [49406, 320, 49407]]]
+
+
+def test_odd_json_values_are_a_fault_of_their_row(folder):
+    lines = [
+        '{"image": "a.jpg", "captions": ["fine"]}',
+        '{"image": "a.jpg", "captions": [["nested", 1]]}',
+        '{"image": "a.jpg", "captions": "bare text"}',
+        '{"image": 7, "captions": ["x"]}',
+        '{"captions": ["x"]}',
+        '{"image": "a.jpg"}',
+        "[" * 100_000,
+        '{"image": "a.jpg", "captions": [NaN]}',
+    ]
+    rows = read_all(indexed(write(folder / "t.jsonl", "\n".join(lines))))
+    none = "no image path"
+    assert rows == [["fine"], "caption is no text", ["bare text"], none, none, [None], "not JSON", [None]]
+
+
+# ---------------------------------------------------------------- folders
+
+
+def test_a_folder_takes_the_text_file_beside_each_picture(folder):
+    (folder / "deep/er").mkdir(parents=True)
+    shutil.copy(folder / "a.jpg", folder / "deep/er/猫.PNG")
+    write(folder / "deep/er/猫.txt", "a cat")
+    write(folder / "a.txt", "one\n\ntwo\n")
+    write(folder / "b.txt", "only one")
+    source = indexed(folder)
+    missing = "caption file missing"
+    assert read_all(source) == [["one", "two"], ["only one", None], *[missing] * 6, ["a cat", None]]
+    assert source.where(8) == "deep/er/猫.PNG"
+    assert source.caption_names == ["caption0", "caption1"]
+
+
+def test_parallel_folders_are_one_caption_each(tmp_path, fixtures):
+    for name in ("img/x", "captions/x", "raw/x"):
+        (tmp_path / name).mkdir(parents=True)
+    for number in (1, 2, 3):
+        shutil.copy(fixtures / "img/rgb.jpg", tmp_path / f"img/x/{number:09}.jpg")
+    write(tmp_path / "captions/x/000000001.txt", "a caption\nin two lines")
+    write(tmp_path / "captions/x/000000002.txt", "another")
+    write(tmp_path / "raw/x/000000001.txt", "RAW")
+    source = indexed(tmp_path)
+    assert source.caption_names == ["captions", "raw"]
+    assert read_all(source) == [["a caption in two lines", "RAW"], ["another", None], "caption file missing"]
+
+
+def test_the_order_of_a_folder_is_that_of_its_names_and_hidden_files_are_left_out(tmp_path):
+    for name in ("b/2.jpg", "b/1.jpg", "a.jpg", "c.jpg", ".hidden/x.jpg", ".z.jpg"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write(tmp_path / name, "x")
+    source = indexed(tmp_path)
+    assert [source.where(i) for i in range(len(source))] == ["a.jpg", "c.jpg", "b/1.jpg", "b/2.jpg"]
+
+
+def test_a_folder_without_pictures_and_table_options_for_a_folder_are_refused(tmp_path, folder):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="holds no picture"):
+        indexed(tmp_path / "empty")
+    with pytest.raises(UserError, match="are for tables"):
+        open_source(folder, image_column="x")
+
+
+# ---------------------------------------------------------------- all kinds
+
+
+def test_the_fingerprint_changes_with_rows_and_columns(folder):
+    table = write(folder / "t.tsv", "image\tcaption\ttext\na.jpg\tone\ttwo\n")
+    first = indexed(table).fingerprint
+    assert indexed(table).fingerprint == first
+    assert indexed(table, caption_columns=["text"]).fingerprint != first
+    write(table, "image\tcaption\ttext\na.jpg\tone\ttwo!\n")
+    assert indexed(table).fingerprint != first
+
+
+def test_an_indexed_source_can_be_read_by_another_process(folder):
+    table = write(
+        folder / "t.jsonl", "".join(json.dumps({"image": "a.jpg", "caption": str(i)}) + "\n" for i in range(9))
+    )
+    source = indexed(table)
+    source.row(0)
+    again = pickle.loads(pickle.dumps(source))
+    assert again.row(8).captions == ["8"] and len(again) == 9
+    assert len(pickle.dumps(source)) < 2000
