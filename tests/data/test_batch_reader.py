@@ -32,15 +32,24 @@ def test_images_are_not_copied(fixtures):
     assert all(payload.obj is view.obj for payload in payloads)
 
 
+@pytest.mark.parametrize("i,width", [(3, 154), (6, 1), (8, 77)])
+def test_D18_a_label_of_another_width_is_named_wherever_it_is_in_the_batch(fixtures, i, width):
+    reader = BatchReader(open_dataset(fixtures / "rec" / "mixed_labels"))
+    for ids in ([i, 0], [0, i], [0, 1, i, 2]):
+        with pytest.raises(UserError, match=f"mixed_labels.rec key {i} .*label of {width} numbers.*wants 231"):
+            reader.read(np.array(ids))
+
+
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_damaged_file_gives_the_same_records_or_a_clear_error(tmp_path, fixtures, data):
-    rec = bytearray((fixtures / "rec" / "split.rec").read_bytes())
-    idx = (fixtures / "rec" / "split.idx").read_text().split("\n")
+    name = data.draw(st.sampled_from(["base", "split"]))
+    rec = bytearray((fixtures / "rec" / f"{name}.rec").read_bytes())
+    idx = (fixtures / "rec" / f"{name}.idx").read_text().split("\n")
     offsets = [int(line.split()[1]) for line in idx if line]
     # Damage near the records' headers, and index entries that point astray.
     for _ in range(data.draw(st.integers(1, 4))):
-        place = data.draw(st.sampled_from(offsets)) + data.draw(st.integers(0, 40))
+        place = data.draw(st.sampled_from(offsets)) + data.draw(st.integers(0, 15))
         rec[place] = data.draw(st.integers(0, 255))
     if data.draw(st.booleans()):
         key = data.draw(st.integers(1, len(offsets) - 1))
