@@ -21,7 +21,7 @@ from rwkv_clip.training.distributed import CommonError, World, choose_device, me
 from rwkv_clip.training.launcher import check_launcher, find_place
 from rwkv_clip.training.log import logger, start_log
 from rwkv_clip.training.signals import StopRequest
-from rwkv_clip.training.watchdog import Watchdog, announce_failure
+from rwkv_clip.training.watchdog import Watchdog, announce_failure, failure_elsewhere
 
 
 def main() -> int:
@@ -59,7 +59,11 @@ def main() -> int:
             announce_failure(world, str(error))
         return 2
     except BaseException as error:
-        logger.exception("rank %s failed", world.rank if world else os.environ.get("RANK", 0))
+        cause = failure_elsewhere(world) if world is not None else None
+        if cause is None:
+            logger.exception("rank %s failed", world.rank if world else os.environ.get("RANK", 0))
+        elif world.is_first:
+            report(UserError(cause))
         if world is not None:
             announce_failure(world, f"{type(error).__name__}: {error}")
         return 1

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import copy
-import sys
 from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -92,15 +91,6 @@ def restore_frozen(model: RWKVCLIP, weights: dict[str, Tensor]) -> None:
             precise[name][1].copy_(value.view_as(precise[name][1]))
 
 
-def _leave_out_muon(config: dict[str, Any]) -> None:
-    """Spare the start 4 seconds: DeepSpeed imports the Muon optimizer to ask whether ours is one, and with it torch's
-    whole compiler. A stand-in answers as well, unless Muon is wanted."""
-    name = "deepspeed.runtime.zero.muon.muon_optimizer"
-    if name not in sys.modules and "muon" not in config.get("optimizer", {}).get("type", "").lower():
-        sys.modules[name] = ModuleType(name)
-        sys.modules[name].MuonWithAuxAdam = type("MuonWithAuxAdam", (), {})
-
-
 def build_engine(
     model: RWKVCLIP,
     config: dict[str, Any],
@@ -112,7 +102,6 @@ def build_engine(
 
     config: resolved. lr_factor: factor on the peak rate by optimizer step, unless the JSON has a scheduler section.
     """
-    _leave_out_muon(config)
     import deepspeed
 
     exact = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}

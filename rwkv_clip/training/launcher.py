@@ -230,8 +230,7 @@ def launcher_is_gone(place: Place, parent: int, grandparent: int) -> bool:
         return False
     if os.getppid() != parent:
         return True
-    ancestors = _ancestors(parent, 2)
-    return grandparent > 1 and len(ancestors) == 2 and ancestors[1][0] != grandparent
+    return grandparent > 1 and grandparent not in [process for process, _ in _ancestors(parent, 2)]
 
 
 def ancestors_now() -> tuple[int, int]:

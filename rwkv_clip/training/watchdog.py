@@ -91,6 +91,16 @@ class Watchdog:
         os._exit(1)
 
 
+def failure_elsewhere(world: World) -> str | None:
+    """What another rank has announced; the cause of a lost connection here."""
+    if world.store is None:
+        return None
+    with contextlib.suppress(RuntimeError):
+        if world.store.check(["failure"]):
+            return world.store.get("failure").decode()
+    return None
+
+
 def announce_failure(world: World, message: str) -> None:
     """Tell the other ranks why this one fails, and give them time to hear it where the store ends with this rank."""
     if world.store is None:

@@ -1,0 +1,84 @@
+"""Signals, killed and failing ranks: nothing is lost, and nobody is left behind."""
+
+import signal
+
+import pytest
+from jobs import CONFIGS, Job, pictures, wait_until_gone, write_data
+
+from rwkv_clip.data.dataset import write_manifest
+from rwkv_clip.training.checkpoint import complete_checkpoints, verify
+
+
+def arguments(data, model, output, *more):
+    common = ["--model", model, "--train-data", data, "--output", output, "--epochs", 1000, "--log-every", 1]
+    return [*common, "--deepspeed_config", CONFIGS / "fp32.json", "--batch-size", 8, *more]
+
+
+@pytest.fixture(scope="module")
+def output(folder):
+    return folder / "interrupted"
+
+
+def newest_step(output) -> int:
+    newest = complete_checkpoints(output / "checkpoints")[0]
+    return verify(newest)["position"]["step"]
+
+
+def test_C16_a_signal_to_one_rank_saves_a_common_step_on_all(folder, data, model, output):
+    job = Job(*arguments(data, model, output, "--save-every", 1000000), log=folder / "signal.log")
+    job.wait_for("step 5/")
+    ranks = job.ranks()
+    ranks[1].send_signal(signal.SIGUSR1)
+    assert wait_until_gone(ranks) < 60
+    result = job.wait(30)
+    assert result.status == 0, result.output
+    assert "stopped by" in result.output and "--resume auto" in result.output
+    assert f"after step {newest_step(output)}, saved" in result.output
+
+
+def test_a_signal_to_the_launcher_stops_and_saves_and_the_next_start_goes_on_there(folder, data, model, output):
+    before = newest_step(output)
+    job = Job(*arguments(data, model, output, "--resume", "auto"), log=folder / "launcher.log")
+    job.wait_for(f"step {before + 4:,}/")
+    ranks = job.ranks()
+    job.process.send_signal(signal.SIGTERM)
+    assert wait_until_gone(ranks) < 60
+    output_text = job.wait(30).output
+    assert f"(step {before})" in output_text
+    assert newest_step(output) > before + 2
+
+
+def test_C5_a_rank_killed_while_saving_takes_the_others_with_it_and_costs_no_save(folder, data, model, output):
+    before = newest_step(output)
+    job = Job(*arguments(data, model, output, "--resume", "auto", "--save-every", 1), log=folder / "killed.log")
+    job.wait_for(f"step_{before + 5:08d} in")
+    ranks = job.ranks()
+    ranks[0].send_signal(signal.SIGKILL)
+    assert wait_until_gone(ranks) < 60
+    assert job.wait(30).status != 0
+    assert newest_step(output) >= before + 5
+
+
+def test_N5_a_rank_that_fails_ends_all_and_its_message_is_shown(folder, fixtures, model):
+    data = folder / "one_bad"
+    payloads = pictures(fixtures, 63) + [(fixtures / "img" / "trunc_60pct.jpg").read_bytes()]
+    write_data(data / "train", payloads)
+    write_manifest(data, ["train"], ["raw", "synthetic", "generated"])  # so that the start-up check trusts the pictures
+    job = Job(*arguments(data, model, folder / "n5"), log=folder / "n5.log")
+    job.wait_for("training begins")
+    assert wait_until_gone(job.ranks()) < 60
+    result = job.wait(30)
+    assert result.status != 0
+    assert any("train.rec key 63" in line for line in result.errors), result.output
+    assert "Traceback" not in result.output
+
+
+def test_C8_a_full_disk_ends_all_ranks_with_one_clear_line(folder, data, model):
+    output = folder / "full"
+    # Files may grow to 4,000 KiB: enough for a model's weights, too little for the optimizer's state.
+    limit = ("bash", "-c", 'ulimit -f 4000; exec "$@"', "limited")
+    job = Job(*arguments(data, model, output, "--save-every", 2), log=folder / "full.log", prefix=limit)
+    result = job.wait(120)
+    assert result.status != 0
+    assert any("cannot write the checkpoint" in line for line in result.errors), result.output
+    assert complete_checkpoints(output / "checkpoints") == []

@@ -1,0 +1,137 @@
+"""A job from start to end, its artefacts, and the same job stopped and continued."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from jobs import CONFIGS, metrics, run
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from rwkv_clip import create_model
+from rwkv_clip.model.published import read_state_dict
+
+
+@pytest.fixture(scope="module")
+def straight(folder, data, model):
+    """(run folder, result) of two epochs on two ranks, under the deepspeed launcher."""
+    output = folder / "straight"
+    result = run(*arguments(data, model, output), log=folder / "straight.log")
+    return output, result
+
+
+def arguments(data, model, output, *more):
+    common = ["--model", model, "--train-data", data, "--output", output, "--epochs", 2, "--log-every", 1]
+    sizes = ["--deepspeed_config", CONFIGS / "fp32.json", "--batch-size", 8, "--grad-clip", 1.0, "--save-every", 3]
+    return [*common, *sizes, "--val-data", data, "--lr-schedule", "cosine", *more]
+
+
+def scalars(output, tag):
+    events = EventAccumulator(str(output / "tensorboard"))
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars(tag)]
+
+
+def test_O7_an_epoch_has_exactly_its_steps_and_the_last_rate_is_the_minimum(straight):
+    output, result = straight
+    assert result.status == 0, result.output
+    assert [line["step"] for line in metrics(output)] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert metrics(output)[-1]["learning_rate"] == 0.0
+
+
+def test_the_run_folder_holds_what_the_run_was(straight):
+    output, result = straight
+    assert json.loads((output / "args.json").read_text())["epochs"] == 2
+    assert json.loads((output / "model.json").read_text())["image"]["drop_path_rate"] == 0.3
+    config = json.loads((output / "ds_config.json").read_text())
+    assert config["train_micro_batch_size_per_gpu"] == 8 and config["train_batch_size"] == 16
+    assert "step 8/8" in (output / "training.log").read_text()
+    assert sorted(path.name for path in (output / "checkpoints").glob("step_*")) == [
+        "step_00000003",
+        "step_00000006",
+        "step_00000008",
+    ]
+    assert (output / "checkpoints" / "latest").read_text() == "step_00000008"
+
+
+def test_G3_tensorboard_counts_steps_and_shows_the_scale_itself(straight):
+    output, _ = straight
+    assert [step for step, _ in scalars(output, "loss")] == list(range(1, 9))
+    assert scalars(output, "logit_scale")[0][1] == pytest.approx(14.29, abs=0.01)
+    assert [step for step, _ in scalars(output, "validation/loss")] == [4, 8]
+
+
+def test_the_last_line_of_an_interval_tells_speed_memory_and_data_wait(straight):
+    line = metrics(straight[0])[-1]
+    assert line["samples_per_second"] == pytest.approx(2 * line["samples_per_second_per_gpu"])
+    assert 0 <= line["data_wait_pct"] <= 100 and line["max_memory_gib"] > 0.01 and line["skipped_steps"] == 0
+    assert {"loss_by_caption/raw", "loss_by_caption/synthetic", "loss_by_caption/generated"} <= set(line)
+
+
+def test_C14_the_final_weights_are_the_checkpoint_s_and_load_as_a_model(straight, fixtures):
+    output, _ = straight
+    weights = read_state_dict(output / "weights.pt")
+    assert weights["logit_scale"].shape == () and {value.dtype for value in weights.values()} == {torch.float32}
+    from_checkpoint = read_state_dict(output / "checkpoints" / "step_00000008")
+    assert weights.keys() == from_checkpoint.keys()
+    assert all(torch.equal(weights[name], from_checkpoint[name].view_as(weights[name])) for name in weights)
+    features = create_model(output, checkpoint=output / "weights.pt").encode_image(torch.zeros(1, 3, 16, 16))
+    assert features.isfinite().all()
+
+
+def test_the_same_command_on_an_existing_run_is_refused(straight, folder, data, model):
+    output, _ = straight
+    result = run(*arguments(data, model, output), log=folder / "again.log")
+    assert result.status != 0 and len(result.errors) == 1
+    assert "already holds a run" in result.errors[0] and "--resume auto" in result.errors[0]
+
+
+@pytest.fixture(scope="module")
+def resumed(straight, folder, data, model):
+    """The straight run as it was after step 3, but with `latest` naming a save that is gone; continued."""
+    output = folder / "resumed"
+    shutil.copytree(straight[0], output)
+    for step in (6, 8):
+        shutil.rmtree(output / "checkpoints" / f"step_{step:08d}")
+    (output / "weights.pt").unlink()
+    result = run(*arguments(data, model, output, "--resume", "auto"), log=folder / "resumed.log")
+    return output, result
+
+
+def test_C1_a_resume_in_mid_epoch_reaches_the_same_losses_and_weights(straight, resumed):
+    assert resumed[1].status == 0, resumed[1].output
+    assert "going on from" in resumed[1].output and "(step 3)" in resumed[1].output
+    for before, after in zip(metrics(straight[0]), metrics(resumed[0]), strict=True):
+        assert after["step"] == before["step"]
+        assert after["loss"] == pytest.approx(before["loss"], abs=1e-6)
+        assert after["learning_rate"] == before["learning_rate"]
+    expected, found = (read_state_dict(output / "weights.pt") for output in (straight[0], resumed[0]))
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6, msg=name)
+
+
+def test_a_latest_file_that_names_nothing_is_a_warning(resumed):
+    assert (
+        "latest says 'step_00000008'; going on from the newest complete checkpoint, step_00000003" in resumed[1].output
+    )
+
+
+def test_G1_tensorboard_shows_every_step_once_after_a_resume(resumed):
+    for tag in ("loss", "learning_rate"):
+        assert [step for step, _ in scalars(resumed[0], tag)] == list(range(1, 9))
+    assert [step for step, _ in scalars(resumed[0], "validation/loss")] == [4, 8]
+
+
+def test_C3_a_run_goes_on_with_another_number_of_ranks(folder, data, plain_model):
+    before, after = folder / "two_ranks", folder / "one_rank"
+    first = run(*arguments(data, plain_model, before), log=folder / "two_ranks.log", launcher="torchrun")
+    assert first.status == 0, first.output
+    last = ["--resume", before / "checkpoints" / "step_00000003"]
+    second = run(*arguments(data, plain_model, after, *last), log=folder / "one_rank.log", launcher="alone")
+    assert second.status == 0, second.output
+    assert "global batch 16 (8 x 2 accumulated x 1 GPUs)" in second.output
+    for expected, found in zip(metrics(before)[3:], metrics(after), strict=True):
+        assert found["step"] == expected["step"]
+        assert found["loss"] == pytest.approx(expected["loss"], abs=1e-4)
+        assert found["learning_rate"] == pytest.approx(expected["learning_rate"], rel=1e-6)
+    assert not list((after / "checkpoints").glob("*universal*"))
