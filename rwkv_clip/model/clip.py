@@ -106,10 +106,15 @@ def create_model(
     Raises:
         UserError: an unknown model, or weights that do not fit it.
     """
-    model = RWKVCLIP(load_config(name_or_path))
-    if checkpoint is not None:
+    config = load_config(name_or_path)
+    if checkpoint is None:
+        model = RWKVCLIP(config)
+    else:
         from .published import load_into
 
+        with torch.device("meta"):  # drawing weights that are replaced at once takes seconds
+            model = RWKVCLIP(config)
+        model.to_empty(device="cpu")
         load_into(model, checkpoint)
         model.eval()
     return model.to(device=device, dtype=dtype)

@@ -28,6 +28,7 @@ def golden_config(cfg: dict) -> ModelConfig:
         text=TextConfig(
             cfg["ctx"], cfg["vocab"], width, cfg["tlayers"], width // cfg["ths"], int(width * 3.5) // 32 * 32
         ),
+        initialize_text=False,  # every weight is loaded
     )
 
 

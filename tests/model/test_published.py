@@ -143,6 +143,15 @@ def test_weights_load_into_a_bfloat16_model_with_exact_decays(tmp_path: Path) ->
         assert torch.equal(buffer, source.get_parameter(name)), name
 
 
+def test_a_model_created_with_weights_holds_nothing_else(tmp_path: Path) -> None:
+    source = small_model(image=dict(with_cls_token=True))
+    save(tmp_path / "weights.pt", published_state_dict(source))
+    for dtype in (torch.float32, torch.bfloat16):
+        model = rwkv_clip.create_model(source.config, dtype=dtype, checkpoint=tmp_path / "weights.pt")
+        assert all(torch.equal(model.get_parameter(name), p.to(dtype)) for name, p in source.named_parameters())
+        assert all(torch.equal(b, source.get_parameter(name)) for name, (_, b) in model.precise_parameters().items())
+
+
 def test_weights_of_another_model_are_refused_in_one_line(tiny: Path, tmp_path: Path) -> None:
     wanted = RWKVCLIP(small_config(image=dict(depth=3)))
     with pytest.raises(UserError, match="missing, first 'image_model.layers.2") as error:
