@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -92,6 +93,24 @@ def test_D1_the_verdict_on_a_cut_file_is_the_loaders(fixtures, check, name, cut)
     else:
         assert change is not None or payload == data
         assert dali_decode(payload) is not None
+
+
+@pytest.mark.parametrize("name", ["rgb.jpg", "progressive.jpg", "sub444.jpg"])
+def test_D1_the_quicker_check_of_jpegs_gives_the_verdict_of_a_decode_in_colour(fixtures, check, name):
+    """Damage anywhere: both ways read the whole file."""
+    whole = (fixtures / "img" / name).read_bytes()
+    rng = np.random.default_rng(0)
+    header = check._decoder.header(whole)
+    assert header.plain_jpeg
+    verdicts = []
+    for i in range(200):
+        data = bytearray(whole[: rng.integers(len(whole) // 2, len(whole))] if i % 4 == 0 else whole)
+        for position in rng.integers(len(data), size=rng.integers(4)):
+            data[position] = rng.integers(256)
+        quick = check._decoder.decodes(bytes(data), header)
+        assert quick == check._decoder.decodes(bytes(data), replace(header, plain_jpeg=False))
+        verdicts.append(quick)
+    assert 20 < sum(verdicts) < 180
 
 
 def test_reasons_say_what_was_found(check):
