@@ -37,7 +37,7 @@ class Encoder:
         self.threads = threads or min(8, os.cpu_count() or 1)
         self.group = group
         self.device = model.logit_scale.device
-        self.transform = image_transform(model)
+        self.transform = image_transform(model.config)
         self.width = model.config.image.width
 
     def images(self, paths: Sequence[Path]) -> tuple[Tensor, dict[Path, str]]:
@@ -71,6 +71,8 @@ class Encoder:
 
     def _share(self, items: Sequence, encode, width: int) -> Tensor:
         """Rows [len(items), width] of `encode`, each rank working on its slice of the items."""
+        if not items:
+            return torch.zeros(0, width, device=self.device)
         ranks = group_size(self.group) if self.group is not None else 1
         share = -(-len(items) // ranks)
         rank = group_rank(self.group) if ranks > 1 else 0
