@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from ..model.clip import RWKVCLIP
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -47,6 +50,7 @@ class Evaluation:
 def evaluate(
     model: RWKVCLIP,
     folder: Path | str,
+    device: torch.device | str | None = None,
     batch_size: int = 256,
     names: Sequence[str] = (),
     limit: int = 0,
@@ -56,7 +60,7 @@ def evaluate(
 ) -> Evaluation:
     """Score a model, in eval mode, on every set of a prepared folder; a set that cannot be used stops no other.
 
-    names, limit: see `find_sets`. batch_size, threads, group: see `Encoder`; with a group, every rank must call this
+    names, limit: see `find_sets`. device, batch_size, threads, group: see `Encoder`; with a group, every rank must call this
     and gets the same scores. Each picture and sentence goes through the model once, however many sets it is in.
     Raises UserError for a folder without sets and for a model whose features are not finite.
     """
@@ -67,7 +71,7 @@ def evaluate(
             sets[f"{each.kind}/{each.name}"] = each.read()
         except UserError as error:
             result.problems[f"{each.kind}/{each.name}"] = str(error)
-    encoder = Encoder(model, batch_size, threads, group)
+    encoder = Encoder(model, device, batch_size, threads, group)
     paths = list(dict.fromkeys(path for each in sets.values() for path in each.images))
     texts = list(dict.fromkeys(text for each in sets.values() for text in _texts(each)))
     images, unreadable = encoder.images(paths)
@@ -97,10 +101,13 @@ def evaluate(
 
 
 def evaluate_folder(
-    model: RWKVCLIP, folder: Path | str, batch_size: int = 256, group: ProcessGroup | None = None
+    model: RWKVCLIP, folder: Path | str, device: torch.device | str | None = None, batch_size: int = 256
 ) -> dict[str, float]:
-    """The scores of `evaluate` alone."""
-    return evaluate(model, folder, batch_size, group=group).scores
+    """The scores of `evaluate` alone; a set without one is named in the log."""
+    result = evaluate(model, folder, device, batch_size)
+    for key, problem in result.problems.items():
+        logger.warning("%s was not scored: %s", key, problem)
+    return result.scores
 
 
 def _score_retrieval(result: Evaluation, key: str, dataset: RetrievalSet, images, texts) -> None:

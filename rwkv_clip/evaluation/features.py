@@ -25,18 +25,23 @@ if TYPE_CHECKING:
 class Encoder:
     """Normalised features of a model, float32, on its device.
 
-    batch_size: pictures or sentences that go through the model at once. threads: that decode pictures. group: the ranks
+    device: the model's (None: that of its weights). batch_size: pictures or sentences that go through the model at once. threads: that decode pictures. group: the ranks
     that share the work, each of which must make the same calls and gets the whole result; None: this process alone.
     """
 
     def __init__(
-        self, model: RWKVCLIP, batch_size: int = 256, threads: int | None = None, group: ProcessGroup | None = None
+        self,
+        model: RWKVCLIP,
+        device: torch.device | str | None = None,
+        batch_size: int = 256,
+        threads: int | None = None,
+        group: ProcessGroup | None = None,
     ) -> None:
         self.model = model
         self.batch_size = batch_size
         self.threads = threads or min(8, os.cpu_count() or 1)
         self.group = group
-        self.device = model.logit_scale.device
+        self.device = torch.device(device) if device is not None else model.logit_scale.device
         self.transform = image_transform(model.config)
         self.width = model.config.image.width
 
