@@ -13,7 +13,6 @@ column is what a record costs the training thread itself.
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import os
 import sys
@@ -25,40 +24,19 @@ from pathlib import Path
 import numpy as np
 import torch
 from nvidia.dali import Pipeline, fn, types
-from PIL import Image
+from pictures import make_pair
 
 from rwkv_clip.data.augment import ASPECT, ATTEMPTS, choose, cumulative_caption_weights
 from rwkv_clip.data.batch_reader import BatchReader
 from rwkv_clip.data.dataset import Dataset, open_dataset
 from rwkv_clip.data.loader import Loader
 from rwkv_clip.data.pipeline import DecoderSettings, FedPipeline, encoded_list
-from rwkv_clip.data.recordio import RecordWriter, pair_paths
+from rwkv_clip.data.recordio import pair_paths
 from rwkv_clip.data.sampler import Sampler
 from rwkv_clip.model.transform import CROP_AREA, MEAN, STD
 
 SEED = 1467
-PICTURES = 128
 WARM_UP_STEPS = 4
-
-
-def make_pair(prefix: Path, num_records: int, width: int, height: int) -> None:
-    """A RecordIO pair of photo-like JPEGs: gradients, soft blobs and a little noise, about 30 KB at 500 x 375."""
-    rng = np.random.default_rng(0)
-    y, x = np.mgrid[0:height, 0:width]
-    payloads = []
-    for _ in range(min(PICTURES, num_records)):
-        coarse = Image.fromarray(rng.integers(0, 256, (height // 24 + 2, width // 24 + 2, 3), np.uint8))
-        blobs = np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC), np.float32)
-        ramp = (x * rng.uniform(-1, 1) / width + y * rng.uniform(-1, 1) / height)[..., None] * 60
-        pixels = blobs * 0.7 + 40 + ramp + rng.normal(0, 5, (height, width, 1))
-        out = io.BytesIO()
-        Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8)).save(out, "JPEG", quality=82)
-        payloads.append(out.getvalue())
-    label = np.zeros((3, 77), np.float32)
-    label[:, :4] = 49406, 320, 1125, 49407
-    with RecordWriter(prefix) as writer:
-        for key in range(num_records):
-            writer.write(key, label.reshape(-1), payloads[key % len(payloads)])
 
 
 def python_work(seconds: float) -> None:
