@@ -60,8 +60,8 @@ def evaluate(
 ) -> Evaluation:
     """Score a model, in eval mode, on every set of a prepared folder; a set that cannot be used stops no other.
 
-    names, limit: see `find_sets`. device, batch_size, threads, group: see `Encoder`; with a group, every rank must call this
-    and gets the same scores. Each picture and sentence goes through the model once, however many sets it is in.
+    names, limit: see `find_sets`. device, batch_size, threads, group: see `Encoder`; with a group, every rank must call
+    this and gets the same scores. Each picture and sentence goes through the model once, however many sets it is in.
     Raises UserError for a folder without sets and for a model whose features are not finite.
     """
     result = Evaluation()

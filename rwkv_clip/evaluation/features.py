@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 class Encoder:
     """Normalised features of a model, float32, on its device.
 
-    device: the model's (None: that of its weights). batch_size: pictures or sentences that go through the model at once. threads: that decode pictures. group: the ranks
-    that share the work, each of which must make the same calls and gets the whole result; None: this process alone.
+    device: the model's (None: that of its weights). batch_size: pictures or sentences that go through the model at
+    once. threads: that decode pictures. group: the ranks that share the work, each of which must make the same calls
+    and gets the whole result; None: this process alone.
     """
 
     def __init__(

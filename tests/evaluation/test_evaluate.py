@@ -136,6 +136,18 @@ def test_the_command_prints_chance_and_writes_what_evaluate_gives(folder, weight
     assert table.count("walls/caption2") == 2
 
 
+def test_a_run_and_a_checkpoint_in_it_bring_their_own_model(folder, tmp_path):
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_00000002"
+    checkpoint.mkdir(parents=True)
+    (tmp_path / "run" / "model.json").write_text(json.dumps(TINY.to_dict()))
+    (checkpoint.parent / "latest").write_text(checkpoint.name)
+    torch.save({"module": make_model().state_dict()}, checkpoint / "mp_rank_00_model_states.pt")
+    for source in (tmp_path / "run", checkpoint):
+        out = tmp_path / f"{source.name}.json"
+        assert cli.main(["evaluate", str(source), "--data", str(folder), "--device", "cpu", "--json", str(out)]) == 0
+        assert json.loads(out.read_text())["scores"] == pytest.approx(evaluate_folder(make_model(), folder))
+
+
 def test_the_command_takes_bf16_weights(folder, weights):
     arguments = ["evaluate", str(weights[0]), "--model", str(weights[1]), "--data", str(folder), "--device", "cpu"]
     assert cli.main([*arguments, "--dtype", "bf16", "--limit", "2", "--set", "walls"]) == 0
