@@ -35,9 +35,9 @@ def read_state_dict(path: str | Path) -> dict[str, Tensor]:
     """
     path = Path(path)
     if path.is_dir():
-        from .deepspeed_weights import read_checkpoint_folder
+        from .deepspeed_weights import read_folder
 
-        state = read_checkpoint_folder(path)
+        state = read_folder(path)
     elif not path.is_file():
         raise UserError(f"weights {path} do not exist; give a weights file, a run folder or a checkpoint folder")
     elif path.suffix == ".safetensors":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 import warnings
 import zipfile
@@ -187,20 +188,32 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:
         read_state_dict(tmp_path / "code.pt")
 
 
-def test_a_folder_without_a_checkpoint_and_a_bad_latest_are_named(tmp_path: Path) -> None:
+def test_a_folder_without_a_checkpoint_and_a_damaged_one_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no checkpoint in this folder"):
         read_state_dict(tmp_path)
-    step = tmp_path / "checkpoints" / "step_00000010"
-    step.mkdir(parents=True)
-    (step / "mp_rank_00_model_states.pt").write_bytes(b"x")
-    with pytest.raises(UserError, match="latest is missing or empty; name a checkpoint yourself.*step_00000010"):
+    for name in ("step_00000009", "step_00000010", "step_00000011.tmp"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        (tmp_path / "checkpoints" / name / "mp_rank_00_model_states.pt").write_bytes(b"x")
+    with pytest.raises(UserError, match="step_00000010: incomplete or damaged checkpoint"):
         read_state_dict(tmp_path)
-    (tmp_path / "checkpoints" / "latest").write_text("step_00000099\n")
-    with pytest.raises(UserError, match="names 'step_00000099', which is not there"):
-        read_state_dict(tmp_path)
-    (tmp_path / "checkpoints" / "latest").write_text("step_00000010\n")
-    with pytest.raises(UserError, match="incomplete or damaged checkpoint"):
-        read_state_dict(tmp_path)
+
+
+def test_a_finished_runs_weights_are_taken_unless_a_checkpoint_is_newer(tmp_path: Path) -> None:
+    save(tmp_path / "weights.pt", {"a": torch.ones(2)})
+    checkpoint = tmp_path / "checkpoints" / "step_00000010"
+    checkpoint.mkdir(parents=True)
+    torch.save({"module": {"a": torch.zeros(2)}}, checkpoint / "mp_rank_00_model_states.pt")
+    os.utime(checkpoint, (1, 1))
+    assert torch.equal(read_state_dict(tmp_path)["a"], torch.ones(2))
+    os.utime(tmp_path / "weights.pt", (0, 0))
+    assert torch.equal(read_state_dict(tmp_path)["a"], torch.zeros(2))
+
+
+def test_a_locked_towers_float32_weights_replace_the_rounded_copies(tmp_path: Path) -> None:
+    exact = torch.tensor([1 / 3])
+    torch.save({"module": {"a": exact.bfloat16()}}, tmp_path / "mp_rank_00_model_states.pt")
+    torch.save({"a": exact}, tmp_path / "frozen.pt")
+    assert torch.equal(read_state_dict(tmp_path)["a"], exact)
 
 
 def test_an_interrupted_write_leaves_the_old_file_and_nothing_else(
