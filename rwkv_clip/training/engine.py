@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ..errors import UserError
 from ..model.clip import RWKVCLIP
-from .config import ACTIVATION_CHECKPOINTING_SWITCH, checkpoints_activations
+from .config import ACTIVATION_CHECKPOINTING_SWITCH, checkpoints_activations, precision_name
 from .distributed import World
 from .masters import set_masters
 from .optimizer import build_optimizer, parameter_groups
@@ -40,11 +40,20 @@ def deepspeed_form(config: dict[str, Any]) -> dict[str, Any]:
 def validate_config(config: dict[str, Any], source: str) -> None:
     """Let DeepSpeed read a resolved configuration; `UserError` with its reason when it cannot."""
     from deepspeed import DeepSpeedConfig
+    from deepspeed.accelerator import get_accelerator
 
     try:
         DeepSpeedConfig(deepspeed_form(config))
     except Exception as error:
         raise UserError(f"{source}: DeepSpeed refuses it: {_first_reason(error)}") from None
+    precision = precision_name(config)
+    accelerator = get_accelerator()
+    supported = {"bf16": accelerator.is_bf16_supported, "fp16": accelerator.is_fp16_supported, "fp32": lambda: True}
+    if not supported[precision]():
+        raise UserError(
+            f"{source}: {precision} is enabled, but this {accelerator.device_name().upper()} cannot compute in it: "
+            "choose another precision"
+        )
 
 
 def _first_reason(error: Exception) -> str:

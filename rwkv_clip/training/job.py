@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -172,13 +173,19 @@ def _metric_writer(plan: Plan, engine: Any) -> MetricWriter:
 
 
 def _scorer(plan: Plan, world: World) -> Any:
-    """model -> zero-shot and retrieval scores of --eval-data."""
+    """model -> (zero-shot and retrieval scores of --eval-data, picture of retrieved examples)."""
     if plan.args.eval_data is None:
         return None
-    from ..evaluation.evaluate import evaluate_folder
+    from ..evaluation.evaluate import evaluate
 
-    folder, batch_size = Path(plan.args.eval_data), max(plan.sizes.micro, 32)
-    return lambda model: evaluate_folder(model, folder, world.device, batch_size=batch_size)
+    def score(model: RWKVCLIP) -> tuple[dict[str, float], np.ndarray | None]:
+        batch_size = max(plan.sizes.micro, 32)
+        result = evaluate(model, plan.args.eval_data, world.device, batch_size=batch_size, with_picture=True)
+        for name, problem in result.problems.items():
+            logger.warning("%s was not scored: %s", name, problem)
+        return result.scores, result.picture
+
+    return score
 
 
 def _finish(

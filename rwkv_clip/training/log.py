@@ -11,17 +11,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 logger = logging.getLogger("rwkv_clip.training")
+# The whole package's lines are the job's: the loader's about bad records, the op's about its build.
+_package = logging.getLogger("rwkv_clip")
 
 _FORMAT = logging.Formatter("%(asctime)s  %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
 
 
 def start_log(is_first: bool) -> None:
     """Show the job's lines on rank 0, warnings of other ranks on stderr, and quieten the libraries."""
-    logger.propagate = False
-    logger.setLevel(logging.INFO if is_first else logging.WARNING)
+    _package.propagate = False
+    _package.setLevel(logging.INFO if is_first else logging.WARNING)
     handler = logging.StreamHandler(sys.stdout if is_first else sys.stderr)
     handler.setFormatter(_FORMAT)
-    logger.handlers[:] = [handler]
+    _package.handlers[:] = [handler]
     # Torch warns about its own and DeepSpeed's use of older interfaces, which no user of this trainer can change.
     for category in (FutureWarning, DeprecationWarning):
         warnings.filterwarnings("ignore", category=category)
@@ -32,7 +34,7 @@ def log_to_file(path: Path) -> None:
     """Append the job's lines to a file as well."""
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(_FORMAT)
-    logger.addHandler(handler)
+    _package.addHandler(handler)
 
 
 @contextlib.contextmanager

@@ -204,6 +204,8 @@ class Loop:
         self._evaluation_due = False
         if parts.world.is_first:
             parts.metrics.write(self.position.step, values)
+            if parts.evaluator.picture is not None:
+                parts.metrics.picture(self.position.step, "retrieved", parts.evaluator.picture)
             parts.metrics.flush()
             scores = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
             logger.info("evaluated step %d in %.1f s: %s", self.position.step, seconds, scores)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -64,10 +65,10 @@ class MetricWriter:
         if self._others is not None:
             self._others([(name, value, step) for name, value in values.items()])
 
-    def picture(self, step: int, name: str, image: Tensor) -> None:
-        """A picture, uint8 or float in [0, 1], [3, H, W]."""
+    def picture(self, step: int, name: str, pixels: np.ndarray) -> None:
+        """A picture, uint8 [H, W, 3]."""
         if self._tensorboard is not None:
-            self._tensorboard.add_image(name, image, step)
+            self._tensorboard.add_image(name, pixels, step, dataformats="HWC")
 
     def flush(self) -> None:
         self._jsonl.flush()

@@ -220,12 +220,10 @@ def _check_count(args: argparse.Namespace, data: Dataset) -> None:
 
 
 def _check_evaluation_folder(folder: str | None) -> None:
-    if folder is None:
-        return
-    if not Path(folder).is_dir():
-        raise UserError(f"--eval-data {folder}: no such folder")
-    if not any(Path(folder).glob("zs_*.json")) and not any(Path(folder).glob("retrieval_*.tsv")):
-        raise UserError(f"--eval-data {folder}: it holds no zs_*.json and no retrieval_*.tsv to evaluate on")
+    if folder is not None:
+        from ..evaluation.datasets import find_sets
+
+        find_sets(folder)
 
 
 def _check_resume(plan: Plan, state: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -20,14 +21,17 @@ from .signals import Agreement, Interrupted, StopRequest
 class Evaluator:
     """Runs the evaluations of a run; all ranks call it after the same step.
 
-    loader: held-out pairs, or None. score: model -> values by name, or None; it runs on rank 0 while the others wait.
+    loader: held-out pairs, or None. score: model -> (values by name, picture or None), or None; it runs on rank 0 while
+    the others wait, so that a stop request can end it anywhere.
+
+    `picture` holds the last picture, uint8 [H, W, 3], on rank 0.
     """
 
     def __init__(
         self,
         world: World,
         loader: Loader | None,
-        score: Callable[[Any], dict[str, float]] | None,
+        score: Callable[[Any], tuple[dict[str, float], np.ndarray | None]] | None,
         stop: StopRequest,
     ) -> None:
         self._world = world
@@ -36,6 +40,7 @@ class Evaluator:
         self._stop = stop
         self._agreement = Agreement(world.device)
         self._rounds = 0
+        self.picture: np.ndarray | None = None
 
     @property
     def has_work(self) -> bool:
@@ -78,7 +83,7 @@ class Evaluator:
         if self._world.is_first:
             try:
                 with self._stop.interruptible():
-                    scores = self._score(model)
+                    scores, self.picture = self._score(model)
             except Interrupted:
                 scores = None
             if self._world.store is not None:
