@@ -186,6 +186,40 @@ def test_one_collective_where_masters_are_spread_over_ranks_and_none_elsewhere()
     assert run_ranks(1, collective_counts) == [[0, 0, 0]]
 
 
+def reloaded_run(folder):
+    """Masters, precise buffers and the next loss of an engine, and those of a fresh one that loads its checkpoint."""
+    import torch.distributed as dist
+
+    def next_loss(engine):
+        batches = micro_batches(make_pairs(8, seed=9), dist.get_rank(), dist.get_world_size(), 1)
+        return train_step(engine, batches, ClipLoss(group=engine.data_parallel_group)).loss.item()
+
+    found = []
+    for seed in (0, 1):
+        model = make_model(seed=seed)
+        engine = make_engine(model, 4, precision="bf16")
+        set_masters(engine, {name: parameter.detach().clone() for name, parameter in model.named_parameters()})
+        if seed == 0:
+            next_loss(engine)
+            engine.save_checkpoint(folder, "saved")
+        else:
+            engine.load_checkpoint(folder, "saved")
+            sync_precise(engine)
+        masters = whole_masters(engine)
+        assert all(torch.equal(buffer, masters[name]) for name, (_, buffer) in model.precise_parameters().items())
+        weights = {name: value.numpy() for name, value in masters.items()}
+        found.append((weights, next_loss(engine), {name: m.numpy() for name, m in whole_masters(engine).items()}))
+    return found
+
+
+def test_masters_and_buffers_come_back_from_a_checkpoint(tmp_path):
+    for (weights, loss, after), (loaded, loaded_loss, loaded_after) in run_ranks(2, reloaded_run, str(tmp_path)):
+        assert loss == loaded_loss
+        for name, value in weights.items():
+            np.testing.assert_array_equal(loaded[name], value, err_msg=name)
+            np.testing.assert_array_equal(loaded_after[name], after[name], err_msg=name)
+
+
 def frozen_run():
     model = make_model()
     model.image_model.requires_grad_(False)
