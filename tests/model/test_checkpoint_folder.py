@@ -1,0 +1,67 @@
+"""Checkpoints of bf16 engines that loaded published weights give every value back, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from save_checkpoints import ENGINES
+
+from rwkv_clip.cli import main
+from rwkv_clip.model.published import read_state_dict
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def runs(fixtures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one run per engine, saved by two ranks."""
+    pytest.importorskip("deepspeed")
+    out = tmp_path_factory.mktemp("runs")
+    script = [
+        str(Path(__file__).parent / "save_checkpoints.py"),
+        *(str(fixtures / "ckpt" / n) for n in FILES),
+        str(out),
+    ]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    job = subprocess.run(
+        [*launcher, *map(str, arguments)], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert job.returncode == 0, job.stderr[-3000:]
+    return out
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_an_untouched_bf16_engine_exports_the_loaded_weights_bit_equal(
+    runs: Path, fixtures: Path, tmp_path: Path, engine: str, suffix: str
+) -> None:
+    out = tmp_path / f"export{suffix}"
+    assert main(["export", str(runs / engine), str(out)]) == 0
+    original, exported = read_state_dict(fixtures / "ckpt" / "tiny_ref.pt"), read_state_dict(out)
+    assert exported.keys() == original.keys()
+    for name, value in original.items():
+        assert exported[name].dtype == torch.float32 and exported[name].shape == value.shape, name
+        assert torch.equal(exported[name], value.float()), name
+
+
+def test_a_checkpoint_folder_may_be_named_itself(runs: Path) -> None:
+    run = read_state_dict(runs / "zero1")
+    for folder in (runs / "zero1" / "checkpoints", runs / "zero1" / "checkpoints" / "step_00000001"):
+        state = read_state_dict(folder)
+        assert all(torch.equal(state[name], run[name]) for name in run)
+
+
+def test_a_lost_shard_is_named_in_one_line(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    shard = next((runs / "zero2").glob("checkpoints/*/*rank_1_*optim_states.pt"))
+    shard.rename(tmp_path / "lost.pt")
+    assert main(["export", str(runs / "zero2"), str(tmp_path / "out.pt")]) == 2
+    message = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "step_00000001: incomplete or damaged checkpoint" in message
+    assert not (tmp_path / "out.pt").exists()
+    (tmp_path / "lost.pt").rename(shard)
