@@ -28,7 +28,7 @@ struct Head {
     int64_t Np, Lp;
     float *r, *k, *v, *w, *u, *gy;               // inputs [T, Np], u [Np]
     float *y, *gr, *gk, *gv, *gl, *gu;           // outputs
-    float *log_decay, *decay, *products, *A;     // [T, Np] twice, [max(N, 64), Lp], [C, Lp]
+    float *log_decay, *decay, *products, *A;     // [T, Np] twice, [max(N, 16), Lp], [C, Lp]
 
     int chunks() const { return (T + C - 1) / C; }
 
@@ -246,7 +246,7 @@ private:
         const int64_t Np = head.Np, rows = head.T * Np, chunk = head.C * Np, state = Np * Np;
         for (float** pointer : {&head.r, &head.k, &head.v, &head.w, &head.log_decay, &head.decay}) take(*pointer, rows);
         take(head.u, Np);
-        take(head.products, (p.N > 64 ? p.N : 64) * head.Lp);
+        take(head.products, (p.N > 16 ? p.N : 16) * head.Lp);
         take(head.A, head.C * head.Lp);
         if (backward) {
             for (float** pointer : {&head.gy, &head.gr, &head.gk, &head.gv, &head.gl}) take(*pointer, rows);

@@ -22,6 +22,12 @@ constexpr int W = WKV6_VECTOR_BYTES / 4;
 WKV6_INLINE vec& at(float* p) { return *reinterpret_cast<vec*>(p); }
 WKV6_INLINE const vec& at(const float* p) { return *reinterpret_cast<const vec*>(p); }
 
+WKV6_INLINE float sum_of_lanes(const vec& x) {
+    float sum = 0;
+    for (int lane = 0; lane < W; ++lane) sum += x[lane];
+    return sum;
+}
+
 // exp(x) for x <= 88, relative error below 2e-7; 0 below -87 (results that are not normal numbers), NaN for NaN.
 WKV6_INLINE void exponential(const vec& x, vec& result) {
     const vec y = x < -87.0f ? vec{} - 87.0f : x;
@@ -91,129 +97,160 @@ static __attribute__((noinline)) void multiply(int rows, int depth, int width, c
     if (i < rows) multiply_rows(1, depth, width, a + i * a_row, a_row, a_column, b, b_row, c + i * c_row, c_row, add);
 }
 
-// One row of A for one direction: row[s] += sum_i r[i] p[i, s], then p[i, s] *= d[i], for s in [from, to) (multiples of W).
-// p[N, Lp] holds k[s, i] times the decays between s and t.
-WKV6_INLINE void attend(int N, int64_t Lp, int from, int to, const float* r, const float* d, float* p, float* row) {
-    int s = from;
-    for (; s + 2 * W <= to; s += 2 * W) {
-        vec sum0{}, sum1{}, sum2{}, sum3{};
+// Tokens per block. The pairs of a block's tokens with a token s before the block share the decays from s to the block;
+// the block's tokens differ by the decays inside it. Every vector of W tokens holds whole blocks.
+constexpr int BLOCK = 4;
+
+// The rows of A of `count` tokens of one block, over the vectors [from, to) of p: A(j, s) += sum_i rows[j, i] p[i, s], then
+// p[i, s] *= total[i]. rows[BLOCK, Np]: r times the decays from the block's start, 0 beyond `count`.
+WKV6_INLINE void attend_block(int count, int N, int64_t Np, int64_t Lp, int from, int to, const float* rows,
+                              const float* total, float* p, float* A, ptrdiff_t a_row) {
+    for (int s = from; s < to; s += 2 * W) {
+        const int second = s + W < to ? W : 0;
+        vec sum0[BLOCK], sum1[BLOCK];
+        for (int j = 0; j < BLOCK; ++j) sum0[j] = sum1[j] = vec{};
         float* q = p + s;
-        for (int i = 0; i < N; i += 2, q += 2 * Lp) {
-            const vec p0 = at(q), p1 = at(q + W), p2 = at(q + Lp), p3 = at(q + Lp + W);
-            sum0 += r[i] * p0;
-            sum1 += r[i] * p1;
-            sum2 += r[i + 1] * p2;
-            sum3 += r[i + 1] * p3;
-            at(q) = d[i] * p0;
-            at(q + W) = d[i] * p1;
-            at(q + Lp) = d[i + 1] * p2;
-            at(q + Lp + W) = d[i + 1] * p3;
+        for (int i = 0; i < N; ++i, q += Lp) {
+            const vec p0 = at(q), p1 = at(q + second);
+#pragma GCC unroll 4
+            for (int j = 0; j < BLOCK; ++j) {
+                const float x = rows[j * Np + i];
+                sum0[j] += x * p0;
+                sum1[j] += x * p1;
+            }
+            at(q + second) = total[i] * p1;
+            at(q) = total[i] * p0;
         }
-        at(row + s) += sum0 + sum2;
-        at(row + s + W) += sum1 + sum3;
-    }
-    if (s < to) {
-        vec sum0{}, sum1{}, sum2{}, sum3{};
-        float* q = p + s;
-        for (int i = 0; i < N; i += 4, q += 4 * Lp) {
-            const vec p0 = at(q), p1 = at(q + Lp), p2 = at(q + 2 * Lp), p3 = at(q + 3 * Lp);
-            sum0 += r[i] * p0;
-            sum1 += r[i + 1] * p1;
-            sum2 += r[i + 2] * p2;
-            sum3 += r[i + 3] * p3;
-            at(q) = d[i] * p0;
-            at(q + Lp) = d[i + 1] * p1;
-            at(q + 2 * Lp) = d[i + 2] * p2;
-            at(q + 3 * Lp) = d[i + 3] * p3;
+        for (int j = 0; j < count; ++j) {
+            float* row = A + j * a_row + s;
+            if (second) at(row + W) += sum1[j];
+            at(row) += sum0[j];
         }
-        at(row + s) += (sum0 + sum1) + (sum2 + sum3);
     }
 }
 
-// A[L, Lp] of one chunk, both directions and the diagonal. r, k, d: [L, Np]; u: [Np]; p: scratch [N, Lp].
+// One token and one vector of p: row[s] += sum_i r[i] p[i, s], then p[i, s] *= d[i].
+WKV6_INLINE void attend_token(int N, int64_t Lp, const float* r, const float* d, float* p, float* row) {
+    vec sum0{}, sum1{}, sum2{}, sum3{};
+    for (int i = 0; i < N; i += 4, p += 4 * Lp) {
+        const vec p0 = at(p), p1 = at(p + Lp), p2 = at(p + 2 * Lp), p3 = at(p + 3 * Lp);
+        sum0 += r[i] * p0;
+        sum1 += r[i + 1] * p1;
+        sum2 += r[i + 2] * p2;
+        sum3 += r[i + 3] * p3;
+        at(p) = d[i] * p0;
+        at(p + Lp) = d[i + 1] * p1;
+        at(p + 2 * Lp) = d[i + 2] * p2;
+        at(p + 3 * Lp) = d[i + 3] * p3;
+    }
+    at(row) += (sum0 + sum1) + (sum2 + sum3);
+}
+
+// A[L, Lp] of one chunk, both directions and the diagonal. r, k, d: [L, Np]; u: [Np]. p: scratch [N, Lp], which holds
+// k[s, i] times the decays between s and the current token; 0 for tokens s that are not yet passed.
 static __attribute__((noinline)) void attention(int L, int N, int64_t Np, int64_t Lp, const float* r, const float* k,
                                                 const float* d, const float* u, float* p, float* A) {
+    alignas(64) float rows[BLOCK * 128], total[128];
+    const int blocks = (L + BLOCK - 1) / BLOCK;
     std::memset(A, 0, sizeof(float) * L * Lp);
-    std::memset(p, 0, sizeof(float) * N * Lp);
-    for (int t = 0; t < L; ++t) {
-        attend(N, Lp, 0, (t + W - 1) / W * W, r + t * Np, d + t * Np, p, A + t * Lp);
-        for (int i = 0; i < N; ++i) p[i * Lp + t] = k[t * Np + i];
+    for (int sign = 1; sign >= -1; sign -= 2) {
+        std::memset(p, 0, sizeof(float) * N * Lp);
+        for (int n = 0; n < blocks; ++n) {
+            const int begin = (sign > 0 ? n : blocks - 1 - n) * BLOCK, left = L - begin;
+            const int count = left < BLOCK ? left : BLOCK, first = sign > 0 ? begin : begin + count - 1;
+            for (int64_t i = 0; i < Np; i += W) {
+                vec product = vec{} + 1.0f;
+                for (int j = 0; j < BLOCK; ++j) {
+                    const ptrdiff_t token = (first + sign * j) * Np + i;
+                    at(rows + j * Np + i) = j < count ? at(r + token) * product : vec{};
+                    if (j < count) product *= at(d + token);
+                }
+                at(total + i) = product;
+            }
+            const int own = begin / W * W;  // the vector of the block's tokens and, maybe, of their neighbours
+            attend_block(count, N, Np, Lp, sign > 0 ? 0 : own + W, sign > 0 ? own : static_cast<int>(Lp), rows, total,
+                         p, A + first * Lp, sign * Lp);
+            for (int j = 0; j < count; ++j) {
+                const int t = first + sign * j;
+                attend_token(N, Lp, r + t * Np, d + t * Np, p + own, A + t * Lp + own);
+                for (int i = 0; i < N; ++i) p[i * Lp + t] = k[t * Np + i];
+            }
+        }
     }
-    std::memset(p, 0, sizeof(float) * N * Lp);
-    for (int t = L - 1; t >= 0; --t) {
-        attend(N, Lp, (t + 1) / W * W, static_cast<int>(Lp), r + t * Np, d + t * Np, p, A + t * Lp);
-        for (int i = 0; i < N; ++i) p[i * Lp + t] = k[t * Np + i];
-    }
     for (int t = 0; t < L; ++t) {
-        float diagonal = 0;
-        for (int i = 0; i < N; ++i) diagonal += r[t * Np + i] * u[i] * k[t * Np + i];
-        A[t * Lp + t] = diagonal;
+        vec diagonal{};
+        for (int64_t i = 0; i < Np; i += W) diagonal += at(r + t * Np + i) * at(k + t * Np + i) * at(u + i);
+        A[t * Lp + t] = sum_of_lanes(diagonal);
     }
 }
 
-// Pairs (t, s) of `rows` (a literal) successive tokens t0, t0 + 1, ... with all tokens s before them, for W channels.
-// Several rows at once, since one row is a chain of dependent products. product: scratch [L, rows, W].
-WKV6_INLINE void pair_rows(const int rows, int t0, ptrdiff_t step, ptrdiff_t g_step, const float* r, const float* k,
-                           const float* d, const float* g, float* gr, float* gk, float* gl, float* product) {
-    vec right[4];  // r[t] times the decays between s and t
-    const float* gt[4];
+// The pairs (t, s) of a block's tokens t0, ..., t0 + rows - 1 (`rows` is a literal) with each other and with all tokens s
+// before the block, for W channels. between[s]: the decays between s and the block; taken on to the next block.
+WKV6_INLINE void pair_block(const int rows, int t0, ptrdiff_t step, ptrdiff_t g_step, const float* r, const float* k,
+                            const float* d, const float* g, float* gr, float* gk, float* gl, float* between) {
+    const ptrdiff_t next = g_step > 0 ? 1 : -1;  // from g(t, s) to g(t, s + 1)
+    const float* gt[BLOCK];
+    vec right[BLOCK];  // r times the decays from the block's start
+    vec left[BLOCK];   // sum over s of g k[s] times the decays from s to the block
+    vec total = vec{} + 1.0f;
     for (int j = 0; j < rows; ++j) {
         gt[j] = g + (t0 + j) * g_step;
-        right[j] = at(r + (t0 + j) * step);
+        right[j] = at(r + (t0 + j) * step) * total;
+        left[j] = vec{};
+        total *= at(d + (t0 + j) * step);
     }
-    const ptrdiff_t next = g_step > 0 ? 1 : -1;  // from g(t, s) to g(t, s + 1)
-    for (int j = 1; j < rows; ++j) {
-        for (int s = t0 + j - 1; s >= t0; --s) {
-            at(product + (s * rows + j) * W) = right[j];
-            at(gk + s * step) += gt[j][s * next] * right[j];
-            right[j] *= at(d + s * step);
-        }
-    }
-    for (int s = t0 - 1; s >= 0; --s) {
-        const vec decay = at(d + s * step);
-        vec sum = at(gk + s * step);
-#pragma GCC unroll 4
-        for (int j = 0; j < rows; ++j) {
-            at(product + (s * rows + j) * W) = right[j];
-            sum += gt[j][s * next] * right[j];
-            right[j] *= decay;
-        }
-        at(gk + s * step) = sum;
-    }
-    vec left[4];  // sum over s' < s of g k[s'] times the decays between s' and s
-    for (int j = 0; j < rows; ++j) left[j] = vec{};
+    vec passed{};  // sum over s' < s of the gradient of k[s'] times k[s'], without the decays from s on
     for (int s = 0; s < t0; ++s) {
-        const vec decay = at(d + s * step), key = at(k + s * step);
-        vec sum = at(gl + s * step);
+        const vec decays = at(between + s * W), key = at(k + s * step), decayed_key = key * decays;
+        vec gradient{};
 #pragma GCC unroll 4
         for (int j = 0; j < rows; ++j) {
-            const vec decayed = decay * left[j];
-            sum += at(product + (s * rows + j) * W) * decayed;
-            left[j] = decayed + gt[j][s * next] * key;
+            const float x = gt[j][s * next];
+            gradient += x * right[j];
+            left[j] += x * decayed_key;
         }
-        at(gl + s * step) = sum;
+        at(gk + s * step) += decays * gradient;
+        const vec decayed = at(d + s * step) * passed;
+        at(gl + s * step) += decays * decayed;
+        passed = decayed + key * gradient;
+        at(between + s * W) = decays * total;
     }
     for (int j = 0; j < rows; ++j) {
-        for (int s = t0; s < t0 + j; ++s) {
+        vec inside[BLOCK];
+        vec product = at(r + (t0 + j) * step);
+        for (int n = j - 1; n >= 0; --n) {
+            const int s = t0 + n;
+            inside[n] = product;
+            at(gk + s * step) += gt[j][s * next] * product;
+            product *= at(d + s * step);
+        }
+        for (int n = 0; n < j; ++n) {
+            const int s = t0 + n;
             const vec decayed = at(d + s * step) * left[j];
-            at(gl + s * step) += at(product + (s * rows + j) * W) * decayed;
+            at(gl + s * step) += inside[n] * decayed;
             left[j] = decayed + gt[j][s * next] * at(k + s * step);
         }
         at(gr + (t0 + j) * step) += left[j];
+    }
+    vec product = vec{} + 1.0f;
+    for (int s = t0 + rows - 1; s >= t0; --s) {
+        at(between + s * W) = product;
+        product *= at(d + s * step);
     }
 }
 
 // Gradients of one chunk's pairs in one direction (s before t). Row pointers stand at the direction's first token.
 // g(t, s) = g[(t * Lp + s) * sign] is the gradient of A. Adds to gr, gk and gl (the gradient of log d).
+// between: scratch [L, W].
 static __attribute__((noinline)) void pair_gradients(int L, int64_t Np, int64_t Lp, int sign, const float* r,
                                                      const float* k, const float* d, const float* g, float* gr,
-                                                     float* gk, float* gl, float* product) {
+                                                     float* gk, float* gl, float* between) {
     const ptrdiff_t step = sign * Np, g_step = sign * Lp;
     for (int64_t i = 0; i < Np; i += W) {
         int t = 0;
-        for (; t + 4 <= L; t += 4)
-            pair_rows(4, t, step, g_step, r + i, k + i, d + i, g, gr + i, gk + i, gl + i, product);
-        for (; t < L; ++t) pair_rows(1, t, step, g_step, r + i, k + i, d + i, g, gr + i, gk + i, gl + i, product);
+        for (; t + BLOCK <= L; t += BLOCK)
+            pair_block(BLOCK, t, step, g_step, r + i, k + i, d + i, g, gr + i, gk + i, gl + i, between);
+        for (; t < L; ++t) pair_block(1, t, step, g_step, r + i, k + i, d + i, g, gr + i, gk + i, gl + i, between);
     }
 }
 
@@ -326,7 +363,7 @@ static void carry_backward(const Head& h, int sign, Carry& c) {
             for (int i = 0; i < N; ++i) {
                 vec sum{};
                 for (int64_t j = 0; j < Np; j += W) sum += at(earlier + i * Np + j) * at(c.state + i * Np + j);
-                for (int lane = 0; lane < W; ++lane) c.sums[i] += sum[lane];
+                c.sums[i] = sum_of_lanes(sum);
             }
             for (int64_t i = 0; i < Np; i += W) {
                 vec left = at(c.sums + i);
