@@ -1,6 +1,7 @@
 """`rwkv-clip pack SOURCE OUT`: check every pair and pack it into shuffled RecordIO shards.
 
-SOURCE is a folder of pictures with .txt files, or a .tsv, .csv or .jsonl table (see `sources`).
+SOURCE is a folder of pictures with .txt files, a .tsv, .csv or .jsonl table, .parquet files, WebDataset tars, or packed
+.rec files (see `sources`); captions are text or token ids.
 
 While it works everything is in OUT.partial; OUT appears when it is complete. Killed at any moment, the same command
 goes on with the shards that are missing. The same rows, seed and settings give the same bytes at any number of
@@ -32,7 +33,7 @@ from .dataset import MANIFEST_NAME, read_manifest, write_manifest
 from .images import Limits, has_strict_decoder
 from .pack_shard import Job, ShardReport
 from .progress import Progress
-from .sources import open_source
+from .sources import KNOWN, TokenColumns, open_source
 from .sources.base import Source
 
 VERSION = 1
@@ -43,7 +44,7 @@ REPORT_NAME, SKIPPED_NAME = "pack_report.json", "skipped.tsv"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     limits = Limits()
     parser.description = "Check every image-caption pair and pack it into shuffled RecordIO shards."
-    parser.add_argument("source", type=Path, metavar="SOURCE", help="folder of pictures, or .tsv, .csv, .jsonl table")
+    parser.add_argument("source", type=Path, metavar="SOURCE", help=f"what to pack: {KNOWN}")
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to make")
     table = parser.add_argument_group("tables")
     table.add_argument("--images", type=Path, metavar="DIR", help="what picture paths are relative to (the table)")
@@ -54,6 +55,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="caption columns or keys in the records' order (raw, synthetic, generated, or those named caption...)",
     )
     captions = parser.add_argument_group("captions")
+    captions.add_argument(
+        "--tokens",
+        action="append",
+        default=[],
+        metavar="NAME=FILE.npy:FIRST-LAST",
+        help="a further caption: token ids in these columns of an array with one row per row of the source, such as "
+        "raw=tokens.npy:0-76; may be given several times",
+    )
+    captions.add_argument("--join-by-key", action="store_true", help="a row's key is its row number in the arrays")
+    captions.add_argument("--key-column", metavar="NAME", help="column or key of the row's key (else: the file's stem)")
     captions.add_argument("--caption-names", metavar="A,B,...", help="names to store instead of the source's own")
     captions.add_argument(
         "--missing-captions",
@@ -89,7 +100,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     limits = Limits(args.min_side, args.max_aspect, args.max_pixels, args.max_side)
-    source = open_source(args.source, args.images, args.image_column, _split(args.caption_columns))
+    source = open_source(
+        args.source,
+        args.images,
+        args.image_column,
+        _split(args.caption_columns),
+        args.key_column,
+        [TokenColumns.parse(text) for text in args.tokens],
+        args.join_by_key,
+    )
     pack(
         source,
         args.out,
@@ -147,7 +166,8 @@ def pack(
     partial = out.with_name(out.name + ".partial")
     start = time.monotonic()
     with _locked(partial):
-        source.build_index(_fresh(partial / "index"))
+        (partial / "index").mkdir(exist_ok=True)
+        source.build_index(partial / "index")
         if caption_names is not None:
             if len(caption_names) != len(source.caption_names):
                 raise UserError(

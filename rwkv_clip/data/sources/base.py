@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import multiprocessing
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -62,6 +66,8 @@ class Source(ABC):
     def build_index(self, folder: Path) -> None:
         """Find all rows and write what is needed to reach them into `folder`.
 
+        The folder may hold files of an earlier call, by an interrupted run.
+
         Raises:
             UserError: the source holds no rows or is not what it seems.
         """
@@ -73,6 +79,10 @@ class Source(ABC):
     @abstractmethod
     def where(self, i: int) -> str:
         """Where row `i` is, for messages: "pairs.tsv line 17"."""
+
+    def key(self, i: int) -> str:
+        """What other files call row `i`, to join them with it."""
+        raise UserError(f"a {self.kind} has no keys to join by")
 
     @abstractmethod
     def row(self, i: int) -> Row:
@@ -171,6 +181,26 @@ def choose_caption_columns(columns: Sequence[str], image: str, wanted: Sequence[
             )
     check_number_of_captions(len(chosen), what)
     return chosen
+
+
+def json_caption(value: Any) -> str | list | None:
+    """A JSON value as a caption: text, a number as JSON spells it, token ids; null and NaN are a missing one."""
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(type(item) in (int, float) for item in value):
+        return value
+    if isinstance(value, (bool, int, float)):
+        return None if value != value else json.dumps(value)
+    raise RowError("caption is no text", f"{value!r}"[:80])
+
+
+def map_in_processes(function: Callable, items: Sequence) -> list:
+    """`[function(item), ...]`, several items in processes of their own, one a core."""
+    workers = min(len(items), len(os.sched_getaffinity(0)))
+    if workers < 2 or len(items) < 4:
+        return [function(item) for item in items]
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return list(pool.map(function, items))
 
 
 def check_number_of_captions(count: int, what: str) -> None:

@@ -62,6 +62,9 @@ class FolderSource(Source):
         starts = self._arrays["starts"]
         return os.fsdecode(self._names.read(int(starts[i]), int(starts[i + 1])))
 
+    def key(self, i: int) -> str:
+        return Path(self.where(i)).stem
+
     def row(self, i: int) -> Row:
         name = self.where(i)
         if self.text_folders:

@@ -24,6 +24,7 @@ from .base import (
     check_number_of_captions,
     choose_caption_columns,
     choose_image_column,
+    json_caption,
     read_image,
 )
 from .lines import join_csv_records, quote_state, scan_lines
@@ -40,6 +41,7 @@ class TableSource(Source):
         images: folder that picture paths are relative to; default: the table's.
         image_column: name of the column with the picture's path; default: by its usual names.
         caption_columns: names of the caption columns, in the records' order; default: by their usual names.
+        key_column: name of the column that other files are joined by.
     """
 
     def __init__(
@@ -48,10 +50,11 @@ class TableSource(Source):
         images: Path | None = None,
         image_column: str | None = None,
         caption_columns: Sequence[str] | None = None,
+        key_column: str | None = None,
     ):
         self.path = path
         self.images = images or path.parent
-        self.image_column = image_column
+        self.image_column, self.key_column = image_column, key_column
         self.caption_columns = list(caption_columns) if caption_columns else None
         self._file = Bytes(path)
 
@@ -74,14 +77,21 @@ class TableSource(Source):
     def where(self, i: int) -> str:
         return f"{self.path.name} line {self._arrays['numbers'][i]}"
 
+    def key(self, i: int) -> str:
+        if self.key_column is None:
+            raise UserError("rows of a table are joined by a key column: name it with --key-column")
+        return str(self._value(self._line(i), self.key_column)).strip()
+
     def row(self, i: int) -> Row:
-        line = self._file.read(int(self._arrays["starts"][i]), int(self._arrays["ends"][i]))
-        image, captions = self._parse(line)
+        image, captions = self._parse(self._line(i))
         if not isinstance(image, str) or not image.strip():
             raise RowError("no image path", repr(image)[:80])
         if "://" in image:
             raise RowError("image is a URL", f"{image[:120]} (download it first)")
         return Row(read_image(self.images / image.strip()), captions)
+
+    def _line(self, i: int) -> bytes:
+        return self._file.read(int(self._arrays["starts"][i]), int(self._arrays["ends"][i]))
 
     def _join(self, starts: np.ndarray, ends: np.ndarray, numbers: np.ndarray):
         return starts, ends, numbers
@@ -93,6 +103,10 @@ class TableSource(Source):
     @abstractmethod
     def _parse(self, line: bytes) -> tuple[Any, list]:
         """One row's image path and captions."""
+
+    @abstractmethod
+    def _value(self, line: bytes, column: str) -> Any:
+        """One row's value in a column."""
 
 
 class _ColumnSource(TableSource):
@@ -130,6 +144,9 @@ class _ColumnSource(TableSource):
             self.caption_columns = [name for name in names if name != self.image_column]
             check_number_of_captions(len(self.caption_columns), str(self.path))
             self.caption_names = [f"caption{i}" for i in range(len(self.caption_columns))]
+        if self.key_column is not None and self.key_column not in names:
+            raise UserError(f"{self.path} has no column {self.key_column!r}; it has {', '.join(names)}")
+        self._columns = names
         self._image_index = names.index(self.image_column)
         self._caption_indices = [names.index(name) for name in self.caption_columns]
         return int(has_header)
@@ -145,6 +162,9 @@ class _ColumnSource(TableSource):
         if len(fields) != self.num_columns:
             raise RowError("wrong number of columns", f"{len(fields)}, not {self.num_columns}")
         return fields[self._image_index], [fields[i] for i in self._caption_indices]
+
+    def _value(self, line: bytes, column: str) -> str:
+        return self._fields(line)[self._columns.index(column)]
 
 
 class TsvSource(_ColumnSource):
@@ -214,6 +234,9 @@ class JsonlSource(TableSource):
             self.caption_names = self.caption_columns
         return 0
 
+    def _value(self, line: bytes, column: str) -> Any:
+        return self._object(line).get(column)
+
     def _object(self, line: bytes) -> dict:
         try:
             value = json.loads(_text(line))
@@ -231,22 +254,12 @@ class JsonlSource(TableSource):
             if isinstance(captions, (str, int, float)):
                 captions = [captions]
             if isinstance(captions, list):
-                captions = dict(zip(self.caption_names, captions, strict=False))
+                captions = dict(zip(self.caption_columns, captions, strict=False))
             elif captions is None:
                 captions = {}
             elif not isinstance(captions, dict):
                 raise RowError("captions are no list", f"a {type(captions).__name__}")
-        return value.get(self.image_column), [_caption(captions.get(name)) for name in self.caption_columns]
-
-
-def _caption(value: Any) -> str | list[int] | None:
-    if value is None or isinstance(value, str):
-        return value
-    if isinstance(value, list) and all(type(item) is int for item in value):
-        return value
-    if isinstance(value, (bool, int, float)):
-        return None if value != value else json.dumps(value)
-    raise RowError("caption is no text", f"{value!r}"[:80])
+        return value.get(self.image_column), [json_caption(captions.get(name)) for name in self.caption_columns]
 
 
 def _text(line: bytes) -> str:
