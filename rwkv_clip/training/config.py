@@ -131,8 +131,8 @@ def read_config(path: str | Path | None) -> dict[str, Any]:
         values = hjson.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=unique)
     except (hjson.HjsonDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not a JSON file ({error})") from None
-    if not isinstance(values, dict):
-        raise UserError(f"{path}: expected a JSON object, found {type(values).__name__}")
+    if not isinstance(values, dict) or not values:
+        raise UserError(f"{path}: expected a JSON object with keys, found {values!r}")
     return json.loads(json.dumps(values))
 
 

@@ -1,0 +1,95 @@
+import pytest
+
+from rwkv_clip.errors import UserError
+from rwkv_clip.training.arguments import REMOVED_FLAGS, caption_weights, parse_arguments
+
+NEEDED = ["--model", "RWKV-CLIP-Nano", "--train-data", "data", "--output", "run"]
+
+
+def refusal(*words: str) -> str:
+    with pytest.raises(UserError) as caught:
+        parse_arguments([*NEEDED, *words])
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_the_given_flags_are_told_from_the_defaults():
+    args = parse_arguments([*NEEDED, "--lr", "1e-3"])
+    assert args.lr == 1e-3 and args.beta2 == 0.98
+    assert "lr" in args.given and "beta2" not in args.given
+
+
+def test_the_deepspeed_launcher_s_local_rank_is_accepted():
+    assert parse_arguments(["--local_rank=3", *NEEDED, "--deepspeed"]).local_rank == 3
+
+
+def test_a_missing_flag_is_named():
+    with pytest.raises(UserError, match="--train-data"):
+        parse_arguments(["--model", "x", "--output", "y"])
+
+
+def test_a_misspelt_flag_is_answered_with_the_near_one():
+    assert "did you mean --epochs?" in refusal("--epoch", "3")
+
+
+@pytest.mark.parametrize("flag", REMOVED_FLAGS)
+def test_O11_a_flag_of_the_published_trainer_without_meaning_is_refused_with_its_replacement(flag):
+    assert f"{flag} is not used here: {REMOVED_FLAGS[flag]}" in refusal(flag, "1")
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--epochs", "0"),
+        ("--lr", "0"),
+        ("--lr", "nan"),
+        ("--batch-size", "2.5"),
+        ("--beta2", "1"),
+        ("--lr-minimum", "1.5"),
+        ("--drop-path-rate", "-0.1"),
+        ("--precision", "int8"),
+        ("--lr-schedule", "cosin"),
+        ("--zero-stage", "3"),
+    ],
+)
+def test_a_value_out_of_range_is_refused_with_the_flag_and_the_value(flag, value):
+    message = refusal(flag, value)
+    assert flag in message and value in message
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--lock-image", "--lock-text"],
+        ["--pretrained", "w.pt", "--resume", "run/checkpoints/step_00000001"],
+        ["--eval-every", "10"],
+    ],
+)
+def test_flags_that_contradict_one_another_are_refused(words):
+    assert words[0] in refusal(*words)
+
+
+def test_pretrained_goes_with_automatic_resume():
+    assert parse_arguments([*NEEDED, "--pretrained", "w.pt", "--resume", "auto"]).pretrained == "w.pt"
+
+
+NAMES = ["raw", "synthetic", "generated"]
+
+
+@pytest.mark.parametrize(
+    ("text", "weights"),
+    [
+        (None, None),
+        ("1,1,2", [1, 1, 2]),
+        ("generated=2,raw=1", [1, 0, 2]),
+        ("raw=1,synthetic=1,generated=0.5", [1, 1, 0.5]),
+    ],
+)
+def test_caption_weights_come_in_the_data_s_order(text, weights):
+    assert caption_weights(text, NAMES) == weights
+
+
+@pytest.mark.parametrize("text", ["1,1", "0,0,0", "-1,1,1", "raw=x", "alt=1", "1,raw=2,3", "nan,1,1"])
+def test_caption_weights_that_do_not_fit_are_refused(text):
+    with pytest.raises(UserError, match="--caption-weights"):
+        caption_weights(text, NAMES)

@@ -1,0 +1,161 @@
+import json
+import shutil
+
+import pytest
+
+from rwkv_clip.errors import UserError
+from rwkv_clip.training.checkpoint import (
+    STATE,
+    Checkpoints,
+    Position,
+    checkpoint_name,
+    complete_checkpoints,
+    find_checkpoint,
+    verify,
+)
+from rwkv_clip.training.distributed import World
+from rwkv_clip.training.launcher import Place
+
+
+class FakeEngine:
+    """Writes what DeepSpeed would: a folder of the tag, with files in it."""
+
+    def __init__(self, fail: Exception | None = None):
+        self.fail = fail
+
+    def save_checkpoint(self, folder, tag, save_latest):
+        from pathlib import Path
+
+        (Path(folder) / tag / "mp_rank_00_model_states.pt").write_bytes(b"weights")
+        if self.fail:
+            raise self.fail
+        (Path(folder) / tag / "zero_pp_rank_0_mp_rank_00_optim_states.pt").write_bytes(b"moments")
+
+
+@pytest.fixture
+def world():
+    import torch
+
+    return World(Place("alone", 0, 1, 0, 1, "127.0.0.1", 0), torch.device("cpu"), None, ["here"])
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    return tmp_path / "checkpoints"
+
+
+def save(world, folder, *steps, keep_last=100, keep_every=None, engine=None):
+    checkpoints = Checkpoints(world, folder, keep_last, keep_every)
+    for step in steps:
+        checkpoints.save(engine or FakeEngine(), Position(step, 0, step * 4), {"world_size": 1}, {})
+    return checkpoints
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_save_stands_under_its_final_name_with_position_and_files(world, folder):
+    save(world, folder, 7)
+    state = verify(folder / checkpoint_name(7))
+    assert state["position"] == {"step": 7, "epoch": 0, "samples": 28} and state["world_size"] == 1
+    assert set(state["files"]) == {
+        "mp_rank_00_model_states.pt",
+        "zero_pp_rank_0_mp_rank_00_optim_states.pt",
+        "rank_00000.pt",
+    }
+    assert names(folder) == ["latest", "step_00000007"]
+    assert (folder / "latest").read_text() == "step_00000007"
+
+
+def test_C8_a_save_that_fails_leaves_the_old_one_and_is_not_selected(world, folder):
+    save(world, folder, 3)
+    with pytest.raises(UserError, match="cannot write the checkpoint .*No space left"):
+        save(world, folder, 6, engine=FakeEngine(OSError(28, "No space left on device")))
+    path, _ = find_checkpoint("auto", folder)
+    assert path.name == "step_00000003"
+    Checkpoints(world, folder, 3, None).prepare(path)
+    assert names(folder) == ["latest", "step_00000003"]
+
+
+def test_a_save_is_refused_beforehand_when_the_last_one_would_not_fit(world, folder, monkeypatch):
+    checkpoints = save(world, folder, 3)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 99, 1))
+    with pytest.raises(UserError, match="no room for a checkpoint"):
+        checkpoints.save(FakeEngine(), Position(6, 0, 24), {"world_size": 1}, {})
+    assert names(folder) == ["latest", "step_00000003"]
+
+
+def test_old_saves_are_thinned_out(world, folder):
+    save(world, folder, 2, 4, 5, 6, 8, 9, keep_last=2, keep_every=4)
+    assert names(folder) == ["latest", "step_00000004", "step_00000008", "step_00000009"]
+
+
+def damage_missing(path):
+    (path / "zero_pp_rank_0_mp_rank_00_optim_states.pt").unlink()
+
+
+def damage_short(path):
+    (path / "zero_pp_rank_0_mp_rank_00_optim_states.pt").write_bytes(b"mo")
+
+
+def damage_no_state(path):
+    (path / STATE).unlink()
+
+
+def damage_cut_state(path):
+    (path / STATE).write_text((path / STATE).read_text()[:40])
+
+
+@pytest.mark.parametrize("damage", [damage_missing, damage_short, damage_no_state, damage_cut_state])
+def test_C5_a_broken_newest_save_is_passed_over(world, folder, damage):
+    save(world, folder, 3, 6)
+    damage(folder / checkpoint_name(6))
+    path, state = find_checkpoint("auto", folder)
+    assert path.name == "step_00000003" and state["position"]["step"] == 3
+    with pytest.raises(UserError, match="step_00000006"):
+        find_checkpoint(str(folder / checkpoint_name(6)), folder)
+
+
+@pytest.mark.parametrize("latest", ["", "step_00000099", None])
+def test_the_newest_complete_save_is_used_whatever_latest_says(world, folder, latest):
+    save(world, folder, 3, 6)
+    (folder / "latest").unlink() if latest is None else (folder / "latest").write_text(latest)
+    assert find_checkpoint("auto", folder)[0].name == "step_00000006"
+
+
+def test_C7_only_auto_may_start_afresh(folder, tmp_path):
+    assert find_checkpoint("auto", folder) is None
+    assert find_checkpoint("auto", tmp_path / "no_such") is None
+    for path in (tmp_path / "no_such", folder, tmp_path):
+        with pytest.raises(UserError, match="--resume"):
+            find_checkpoint(str(path), folder)
+
+
+def test_saves_that_are_all_broken_never_start_afresh(world, folder):
+    save(world, folder, 3)
+    damage_missing(folder / checkpoint_name(3))
+    with pytest.raises(UserError, match="none of the 1 checkpoints"):
+        find_checkpoint("auto", folder)
+
+
+def test_a_run_folder_its_checkpoints_and_one_checkpoint_are_all_taken(world, folder, tmp_path):
+    save(world, folder, 3, 6)
+    for path, step in ((tmp_path, 6), (folder, 6), (folder / checkpoint_name(3), 3)):
+        assert find_checkpoint(str(path), tmp_path / "other")[1]["position"]["step"] == step
+
+
+def test_going_back_sets_newer_saves_aside(world, folder):
+    checkpoints = save(world, folder, 3, 6)
+    checkpoints.prepare(folder / checkpoint_name(3))
+    assert names(folder) == ["latest", "step_00000003", "step_00000006.set_aside"]
+    assert [path.name for path in complete_checkpoints(folder)] == ["step_00000003"]
+
+
+def test_a_save_of_another_format_is_refused(world, folder):
+    save(world, folder, 3)
+    path = folder / checkpoint_name(3) / STATE
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99}))
+    with pytest.raises(UserError, match="format 99"):
+        verify(folder / checkpoint_name(3))

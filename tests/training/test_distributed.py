@@ -1,0 +1,142 @@
+"""Finding one another and agreeing, with a thread per rank: all of it goes through the store."""
+
+import socket
+import threading
+
+import pytest
+import torch
+
+from rwkv_clip.errors import UserError
+from rwkv_clip.training.distributed import CommonError, meet
+from rwkv_clip.training.launcher import Place
+from rwkv_clip.training.signals import Agreement, Interrupted, StopRequest
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def on_ranks(function, sizes=(2, 2), present=None, timeout=20, job="job"):
+    """`function(world)` on each rank; results or exceptions by rank. sizes: WORLD_SIZE as each rank believes it."""
+    port, results = free_port(), {}
+    keep_alive = threading.Barrier(len(present or sizes))
+
+    def run(rank):
+        place = Place("variables", rank, sizes[rank], rank, len(sizes), "127.0.0.1", port)
+        try:
+            world = meet(place, torch.device("cpu"), timeout, job)
+            results[rank] = function(world)
+        except Exception as error:
+            results[rank] = error
+        keep_alive.wait(30)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in present or range(len(sizes))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(40)
+    return results
+
+
+def test_texts_are_gathered_by_rank():
+    assert on_ranks(lambda world: world.gather(f"rank {world.rank}")) == {rank: ["rank 0", "rank 1"] for rank in (0, 1)}
+
+
+def test_rank_0_s_value_reaches_all():
+    results = on_ranks(lambda world: world.from_first({"step": 3} if world.is_first else None))
+    assert results == {0: {"step": 3}, 1: {"step": 3}}
+
+
+def test_an_error_of_one_rank_is_raised_on_all_with_its_host():
+    def phase(world):
+        with world.together():
+            if world.rank == 1:
+                raise UserError("no such data")
+
+    results = on_ranks(phase)
+    assert all(isinstance(error, CommonError) for error in results.values())
+    assert {str(error) for error in results.values()} == {f"rank 1 ({socket.gethostname()}): no such data"}
+
+
+def test_the_same_error_on_all_ranks_names_none():
+    def phase(world):
+        with world.together():
+            raise UserError("no such model")
+
+    assert {str(error) for error in on_ranks(phase).values()} == {"no such model"}
+
+
+def test_a_rank_that_does_not_appear_is_named_in_time():
+    results = on_ranks(lambda world: None, sizes=(3, 3, 3), present=[0, 2], timeout=2)
+    assert all("1 of 3 processes did not start within 2 s (rank 1)" in str(error) for error in results.values())
+
+
+def test_ranks_with_different_world_sizes_are_an_error():
+    errors = on_ranks(lambda world: None, sizes=(2, 3), timeout=2)
+    assert "WORLD_SIZE 3" in str(errors[0])
+
+
+def test_a_rank_without_a_rank_0_says_where_it_looked():
+    error = on_ranks(lambda world: None, present=[1], timeout=2)[1]
+    assert "found no rank 0 at 127.0.0.1:" in str(error)
+
+
+def test_a_process_of_another_job_at_the_same_port_is_not_counted():
+    port, outcome = free_port(), {}
+
+    def run(rank, job):
+        place = Place("variables", rank, 2, rank, 2, "127.0.0.1", port)
+        try:
+            meet(place, torch.device("cpu"), 3, job)
+            outcome[rank] = "met"
+        except UserError as error:
+            outcome[rank] = str(error)
+
+    threads = [threading.Thread(target=run, args=(rank, f"job {rank}")) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert "rank 1" in outcome[0] and outcome[1] != "met"
+
+
+def test_the_largest_number_wins_and_is_forgotten():
+    agreement = Agreement(torch.device("cpu"))
+    assert agreement.result() == 0
+    agreement.submit(2)
+    assert agreement.result() == 2 and agreement.result() == 0
+    assert agreement.now(1) == 1
+
+
+def test_a_signal_is_remembered_and_ends_an_interruptible_section():
+    import os
+    import signal
+
+    stop = StopRequest()
+    stop.install()
+    try:
+        with pytest.raises(Interrupted), stop.interruptible():
+            os.kill(os.getpid(), signal.SIGUSR1)
+            for _ in range(10**7):
+                pass
+        assert stop.requested and stop.reason == "SIGUSR1"
+        with pytest.raises(Interrupted), stop.interruptible():
+            pass
+    finally:
+        stop.uninstall()
+
+
+def test_a_request_from_another_thread_ends_an_interruptible_section():
+    import time
+
+    stop = StopRequest()
+    stop.install()
+    try:
+        threading.Timer(0.2, stop.request, ["SIGTERM to rank 3"]).start()
+        with pytest.raises(Interrupted), stop.interruptible():
+            time.sleep(5)
+        assert stop.reason == "SIGTERM to rank 3"
+    finally:
+        stop.uninstall()
