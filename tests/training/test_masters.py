@@ -221,14 +221,17 @@ def test_masters_and_buffers_come_back_from_a_checkpoint(tmp_path):
 
 
 def frozen_run():
+    import torch.distributed as dist
+
     model = make_model()
     model.image_model.requires_grad_(False)
     model.time_decay.requires_grad_(False)
     exact = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    engine = make_engine(model, 4, precision="bf16")
+    engine = make_engine(model, 2, 2, precision="bf16")
     set_masters(engine, exact)
     parts = master_parts(engine)
-    train_step(engine, [make_pairs(4)], ClipLoss(group=engine.data_parallel_group))
+    batches = micro_batches(make_pairs(8), dist.get_rank(), dist.get_world_size(), 2)
+    assert train_step(engine, batches, ClipLoss(group=engine.data_parallel_group)).applied
     frozen = torch.equal(model.precise_parameters()["time_decay"][1], exact["time_decay"])
     image = torch.equal(model.image_model[0].weight, exact["image_model.0.weight"].bfloat16())
     learns = not torch.equal(model.precise_parameters()["logit_scale"][1], exact["logit_scale"])
