@@ -1,6 +1,6 @@
 """How many images a second `rwkv-clip pack` checks and packs, beside a plain loop with mxnet.
 
-    python benchmarks/pack.py [--images 4000] [--workers 2]
+    python benchmarks/pack.py [--images 8000] [--workers 2]
 
 Makes JPEGs of 500 x 375 pixels (about 30 KB) with three captions each in a temporary folder, packs them with full
 checking through the command line, start-up included, and, where `.venv-mxnet` has mxnet and OpenCV, packs the same
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import resource
 import subprocess
 import sys
 import tempfile
@@ -71,7 +72,7 @@ def make_images(folder: Path, count: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--images", type=int, default=4000)
+    parser.add_argument("--images", type=int, default=8000)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--mxnet-python", type=Path, default=ROOT / ".venv-mxnet/bin/python")
     args = parser.parse_args()
@@ -84,7 +85,12 @@ def main() -> None:
         start = time.perf_counter()
         subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
         ours = args.images / (time.perf_counter() - start)
-        print(f"rwkv-clip pack, {args.workers} processes, every image decoded in full: {ours:,.0f} images/s")
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        cpu = (used.ru_utime + used.ru_stime) / args.images
+        print(
+            f"rwkv-clip pack, {args.workers} processes, every image decoded in full: {ours:,.0f} images/s "
+            f"({1000 * cpu:.2f} ms of CPU each, start-up included)"
+        )
         if not args.mxnet_python.exists():
             print(f"mxnet loop: not measured, {args.mxnet_python} is missing (see this file's first lines)")
             return

@@ -16,9 +16,9 @@ import pytest
 from PIL import Image
 
 from rwkv_clip.cli import main
-from rwkv_clip.data import pack as pack_module
+from rwkv_clip.data import packing
 from rwkv_clip.data.dataset import open_dataset
-from rwkv_clip.data.pack import pack, shuffled
+from rwkv_clip.data.packing import pack, shuffled
 from rwkv_clip.data.sources import open_source
 from rwkv_clip.data.tokenizer import tokenize_numpy
 from rwkv_clip.errors import UserError
@@ -274,7 +274,7 @@ def test_an_unfinished_packing_of_other_rows_is_started_anew(tmp_path, capsys, m
     def stop(*_):
         raise UserError("stopped")
 
-    monkeypatch.setattr(pack_module, "_finish", stop)
+    monkeypatch.setattr(packing, "_finish", stop)
     with pytest.raises(UserError, match="stopped"):
         pack_here(table, tmp_path / "out", shard_size=5)
     monkeypatch.undo()
@@ -287,7 +287,7 @@ def test_an_unfinished_packing_of_other_rows_is_started_anew(tmp_path, capsys, m
 
 def test_two_packers_do_not_write_one_folder(tmp_path):
     table = make_table(tmp_path / "in", 3)
-    with pack_module._locked(tmp_path / "out.partial"):
+    with packing._locked(tmp_path / "out.partial"):
         with pytest.raises(UserError, match="another packer is writing"):
             pack_here(table, tmp_path / "out")
     assert pack_here(table, tmp_path / "out")["packed"] == 3
