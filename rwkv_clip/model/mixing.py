@@ -92,8 +92,8 @@ class TimeMix(PreciseModule):
         hidden = torch.tanh(torch.addcmul(x, difference, self.time_maa_x) @ self.time_maa_w1)
         hidden = hidden.view(batch * length, 5, TIME_MIX_RANK).transpose(0, 1)
         constant = torch.cat((self.time_maa_w, self.time_maa_k, self.time_maa_v, self.time_maa_r, self.time_maa_g))
-        ratios = torch.baddbmm(constant, hidden, self.time_maa_w2).view(5, batch, length, width)
-        return torch.addcmul(x, difference, ratios).unbind(0)
+        ratios = constant + torch.bmm(hidden, self.time_maa_w2)  # [5, B * T, C]
+        return torch.addcmul(x, difference, ratios.view(5, batch, length, width)).unbind(0)
 
 
 class ChannelMix(nn.Module):

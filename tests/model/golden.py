@@ -91,6 +91,22 @@ def check_golden(folder: Path, name: str, device: str) -> None:
         assert difference < GRADIENT_TOLERANCE[dtype] * tensors[tensor].abs().max().item(), key
 
 
+def check_golden_in_bfloat16(folder: Path, name: str, device: str) -> None:
+    """Assert that bf16 weights give features of cosine 0.999 with the recorded ones, and the loss within 1 %."""
+    expected = json.loads((folder / f"{name}.json").read_text())
+    tensors = load_file(folder / f"{name}.safetensors", device=device)
+    model = RWKVCLIP(golden_config(expected["cfg"]))
+    model.load_state_dict(golden_state(folder, name))
+    model.to(device, torch.bfloat16)
+    images, tokens = (tensor.to(device) for tensor in golden_inputs(folder, expected["cfg"]))
+    with torch.no_grad():
+        image_features, text_features, scale = model(images, tokens)
+    for features, tensor in ((image_features, "image_embedding"), (text_features, "text_embedding")):
+        assert F.cosine_similarity(features, tensors[tensor]).min() > 0.999, tensor
+    loss = contrastive_loss(image_features, text_features, scale).item()
+    assert abs(loss - expected["loss"]) < 0.01 * expected["loss"]
+
+
 def _largest_difference(found: Tensor, expected: Tensor) -> float:
     assert found.shape == expected.shape
     return (found.float() - expected.float()).abs().max().item()

@@ -28,7 +28,7 @@ def test_a_block_compiles_as_one_graph_with_the_same_output_and_gradients(tower:
 
 
 def test_both_towers_compile_as_one_graph() -> None:
-    model = small_model().eval()
+    model = small_model(image=dict(depth=1), text=dict(depth=1)).eval()
     images, tokens = small_batch(model)
     for function, argument in ((model.encode_image, images), (model.encode_text, tokens)):
         compiled = torch.compile(function, fullgraph=True, backend="aot_eager")

@@ -51,6 +51,7 @@ def test_patches_are_projected_as_a_convolution_does() -> None:
     images = torch.randn(2, 3, 8, 12)
     expected = F.conv2d(images, projection.weight, projection.bias, stride=4).flatten(2).transpose(1, 2)
     torch.testing.assert_close(projection(images), expected)
+    torch.testing.assert_close(projection(images.to(memory_format=torch.channels_last)), expected)
 
 
 @pytest.mark.parametrize("output", [False, True])
