@@ -213,16 +213,17 @@ class _NvDecoder:
         self._colour = nvimgcodec.DecodeParams(color_spec=nvimgcodec.ColorSpec.SRGB)
         # All of the file is read and checked, but only the luma is turned into pixels: a third less work.
         self._luma = nvimgcodec.DecodeParams(color_spec=nvimgcodec.ColorSpec.GRAY)
-        subsampling = nvimgcodec.ChromaSubsampling
-        self._usual = (subsampling.CSS_420, subsampling.CSS_422, subsampling.CSS_444, subsampling.CSS_440)
+        subsampling = getattr(nvimgcodec, "ChromaSubsampling", None)  # older versions do not tell it
+        self._usual = tuple(getattr(subsampling, f"CSS_{name}", None) for name in (420, 422, 444, 440))
         self._ycc = nvimgcodec.ColorSpec.SYCC
 
     def header(self, data: bytes) -> _Header | None:
         try:
             stream = self._open(data)
-            codec = stream.codec_name
-            plain = codec == "jpeg" and stream.color_spec == self._ycc and stream.chroma_subsampling in self._usual
-            return _Header(codec, stream.width, stream.height, stream.num_channels, stream.num_images, plain)
+            subsampling = getattr(stream, "chroma_subsampling", "unknown")
+            plain = stream.codec_name == "jpeg" and stream.color_spec == self._ycc and subsampling in self._usual
+            num_images = getattr(stream, "num_images", 1)
+            return _Header(stream.codec_name, stream.width, stream.height, stream.num_channels, num_images, plain)
         except RuntimeError:
             return None
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from pathlib import Path
 
 from .captions import MISSING_RULES
 from .images import Limits
 from .packing import DEFAULT_SHARD_SIZE, pack
 from .sources import KNOWN, TokenColumns, open_source
+from .sources.base import Source
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,6 +86,15 @@ def run(args: argparse.Namespace) -> int:
         [TokenColumns.parse(text) for text in args.tokens],
         args.join_by_key,
     )
+    try:
+        _pack(source, limits, args)
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on where it stopped", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _pack(source: Source, limits: Limits, args: argparse.Namespace) -> None:
     pack(
         source,
         args.out,
@@ -96,7 +107,6 @@ def run(args: argparse.Namespace) -> int:
         num_workers=len(os.sched_getaffinity(0)) if args.workers is None else args.workers,
         strict=args.strict,
     )
-    return 0
 
 
 def _split(names: str | None) -> list[str] | None:

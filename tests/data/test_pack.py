@@ -268,6 +268,20 @@ def test_D13_killed_at_any_moment_it_leaves_nothing_that_looks_finished_and_goes
     assert not (tmp_path / "out.partial").exists()
 
 
+def test_interrupted_by_the_keyboard_it_says_how_to_go_on(tmp_path):
+    table = make_table(tmp_path / "in", 600)
+    command = pack_command(table, tmp_path / "out", shard_size=30)
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not list((tmp_path / "out.partial/reports").glob("*.json")):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors == "stopped; the same command goes on where it stopped\n"
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_unfinished_packing_of_other_rows_is_started_anew(tmp_path, capsys, monkeypatch):
     table = make_table(tmp_path / "in", 10)
 

@@ -277,6 +277,13 @@ def test_a_folder_without_pictures_and_table_options_for_a_folder_are_refused(tm
         open_source(folder, image_column="x")
 
 
+def test_a_prepared_data_set_is_packed_by_its_table(tmp_path):
+    for name in ("stats.json", "train.tsv"):
+        (tmp_path / name).write_text("")
+    with pytest.raises(UserError, match="is a prepared data set: pack .*train.tsv"):
+        open_source(tmp_path)
+
+
 # ---------------------------------------------------------------- all kinds
 
 

@@ -70,6 +70,8 @@ def _open(
     prefix = path.with_name(path.name + ".rec")
     if (path.is_dir() and any(path.glob("*.rec"))) or suffix in (".rec", ".idx") or prefix.exists():
         return RecordsSource(path)
+    if (path / "stats.json").exists() and (path / "train.tsv").exists():
+        raise UserError(f"{path} is a prepared data set: pack {path / 'train.tsv'}")
     if path.is_dir():
         return FolderSource(path)
     if not path.exists():
