@@ -15,6 +15,9 @@ from __future__ import annotations
 import os
 import sys
 
+# PyTorch's warnings about a lost peer are pages of C++ frames; which peer and why is said here in a line.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
 from rwkv_clip.errors import UserError, report
 from rwkv_clip.training.arguments import parse_arguments
 from rwkv_clip.training.distributed import CommonError, World, choose_device, meet, start_collectives

@@ -165,7 +165,7 @@ def build_parser() -> Parser:
     add("--max-skipped", type=COUNT, default=50, help="stop after so many steps in a row with NaN or Inf gradients")
 
     add = parser.add_argument_group("data").add_argument
-    add("--workers", type=COUNT, help="decoding threads per GPU (default: the cores divided by the GPUs, at most 8)")
+    add("--workers", type=COUNT, help="decoding threads per GPU (default: the cores divided by the GPUs, at most 10)")
     add("--shuffle-window", type=COUNT, default=16384, help="records among which the order is shuffled")
     add(
         "--caption-weights", metavar="NAME=W,...", help="how often each caption is taken: raw=1,synthetic=1,generated=2"

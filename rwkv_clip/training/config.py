@@ -338,7 +338,7 @@ def fill_scheduler(config: dict[str, Any], total_steps: int, warmup_steps: int, 
     params = section.setdefault("params", {})
     known = {
         "total_num_steps": total_steps,
-        "warmup_num_steps": warmup_steps,
+        "warmup_num_steps": max(warmup_steps, 1),  # DeepSpeed takes no 0
         "warmup_max_lr": lr,
         "warmup_min_lr": 0.0,
     }

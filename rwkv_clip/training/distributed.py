@@ -33,7 +33,8 @@ class CommonError(UserError):
 class World:
     """All processes of the job as one of them sees it.
 
-    Attributes: `place`, `rank`, `local_rank`, `world_size`, `device`, and `store`, where keys are this job's own.
+    Attributes: `place`, `rank`, `local_rank`, `world_size`, `device`; `store`, where keys are this job's own, None for
+    a world of one; `hosts`, by rank; `is_failing`, whether this rank is about to leave with an error of its own.
     """
 
     def __init__(self, place: Place, device: torch.device, store: dist.Store | None, hosts: list[str]) -> None:
@@ -44,6 +45,7 @@ class World:
         self.device = device
         self.store = store
         self.hosts = hosts
+        self.is_failing = False
         self._gathers = 0
 
     @property

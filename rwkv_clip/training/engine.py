@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from ..errors import UserError
 from ..model.clip import RWKVCLIP
 from .config import ACTIVATION_CHECKPOINTING_SWITCH, checkpoints_activations, precision_name
-from .distributed import World
+from .distributed import CommonError, World
 from .masters import set_masters
 from .optimizer import build_optimizer, parameter_groups
 
@@ -32,8 +32,6 @@ def deepspeed_form(config: dict[str, Any]) -> dict[str, Any]:
     if "tensorboard" in config:
         config["tensorboard"] = dict(_TENSORBOARD_OFF)
     config.get("activation_checkpointing", {}).pop(ACTIVATION_CHECKPOINTING_SWITCH, None)
-    if config.get("wall_clock_breakdown") or config.get("memory_breakdown"):
-        config.setdefault("log_level", "info")  # where DeepSpeed prints them
     return config
 
 
@@ -112,6 +110,7 @@ def build_engine(
     config: resolved. lr_factor: factor on the peak rate by optimizer step, unless the JSON has a scheduler section.
     """
     import deepspeed
+    from deepspeed.utils.logging import set_log_level_from_string
 
     exact = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     form = deepspeed_form(config)
@@ -119,14 +118,24 @@ def build_engine(
         deepspeed.checkpointing.configure(None, deepspeed_config=form)
         model.set_activation_checkpointing(deepspeed.checkpointing.non_reentrant_checkpoint)
     optimizer, groups = _optimizer(model, config, args)
-    engine, *_ = deepspeed.initialize(
-        args=SimpleNamespace(device_rank=world.device.index or 0),
-        model=model,
-        optimizer=optimizer,
-        model_parameters=groups,
-        lr_scheduler=None if "scheduler" in config else lambda basic: LambdaLR(basic, lr_factor),
-        config=form,
-    )
+    try:
+        engine, *_ = deepspeed.initialize(
+            args=SimpleNamespace(device_rank=world.device.index or 0),
+            model=model,
+            optimizer=optimizer,
+            model_parameters=groups,
+            lr_scheduler=None if "scheduler" in config else lambda basic: LambdaLR(basic, lr_factor),
+            config=form,
+        )
+    except (ValueError, TypeError, AttributeError, AssertionError) as error:
+        sections = [name for name in ("optimizer", "scheduler") if name in config]
+        if not sections:
+            raise
+        raise CommonError(
+            f"DeepSpeed cannot make the {' and '.join(sections)} of the DeepSpeed JSON: {_first_reason(error)}"
+        ) from error
+    if (config.get("wall_clock_breakdown") or config.get("memory_breakdown")) and "log_level" not in config:
+        set_log_level_from_string("info")  # the level at which DeepSpeed prints them
     # Its events have x = samples; the monitors themselves are used by the run's writer.
     engine.monitor.enabled = False
     set_masters(engine, exact)

@@ -118,6 +118,7 @@ class Loop:
         while in_row < len(self._skipped) and self._skipped[-1 - in_row] == step - in_row:
             in_row += 1
         if in_row >= self._args.max_skipped:
+            self._log()
             records = ", ".join(self._parts.loader.dataset.describe(i) for i in micro_batches[0].ids[:3].tolist())
             raise CommonError(
                 f"{in_row} steps in a row had NaN or Inf gradients, the last one step {step} of epoch {epoch} (first "

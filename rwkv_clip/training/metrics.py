@@ -48,7 +48,8 @@ class MetricWriter:
         if tensorboard is not None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._tensorboard = SummaryWriter(str(tensorboard), purge_step=after_step + 1 if after_step else None)
+            goes_on = tensorboard.is_dir() and any(tensorboard.iterdir())
+            self._tensorboard = SummaryWriter(str(tensorboard), purge_step=after_step + 1 if goes_on else None)
 
     def evaluated(self, step: int) -> bool:
         """Whether an earlier attempt wrote evaluation results of a step."""

@@ -108,7 +108,7 @@ class Plan:
 
     def _loader_settings(self, rank: int, world_size: int, device: torch.device) -> dict[str, Any]:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        threads = self.args.workers or min(8, max(1, available_cores() // local))
+        threads = self.args.workers or min(10, max(1, available_cores() // local))
         return {
             "rank": rank,
             "world_size": world_size,

@@ -59,6 +59,8 @@ class Watchdog:
 
     def _look(self) -> None:
         store, world = self._store, self._world
+        if world.is_failing:
+            return
         if store.check(["failure"]):
             failure = store.get("failure").decode()
             self._leave(failure if world.is_first else "")
@@ -92,19 +94,20 @@ class Watchdog:
 
 
 def failure_elsewhere(world: World) -> str | None:
-    """What another rank has announced; the cause of a lost connection here."""
+    """Why another rank has failed, when that is what made this one fail; None when it failed by itself."""
     if world.store is None:
         return None
-    with contextlib.suppress(RuntimeError):
-        if world.store.check(["failure"]):
-            return world.store.get("failure").decode()
-    return None
+    try:
+        return world.store.get("failure").decode() if world.store.check(["failure"]) else None
+    except RuntimeError:
+        return f"lost the connection to rank 0 ({world.hosts[0]})"
 
 
 def announce_failure(world: World, message: str) -> None:
     """Tell the other ranks why this one fails, and give them time to hear it where the store ends with this rank."""
     if world.store is None:
         return
+    world.is_failing = True
     with contextlib.suppress(RuntimeError):
         if not world.store.check(["failure"]):
             line = " ".join(message.split())

@@ -3,7 +3,7 @@
 import signal
 
 import pytest
-from jobs import CONFIGS, Job, pictures, wait_until_gone, write_data
+from jobs import CONFIGS, Job, pictures, run, wait_until_gone, write_data
 
 from rwkv_clip.data.dataset import write_manifest
 from rwkv_clip.training.checkpoint import complete_checkpoints, verify
@@ -25,8 +25,9 @@ def newest_step(output) -> int:
 
 
 def test_C16_a_signal_to_one_rank_saves_a_common_step_on_all(folder, data, model, output):
-    job = Job(*arguments(data, model, output, "--save-every", 1000000), log=folder / "signal.log")
-    job.wait_for("step 5/")
+    rarely = ["--save-every", 1000000, "--save-minutes", 0.01]
+    job = Job(*arguments(data, model, output, *rarely), log=folder / "signal.log")
+    job.wait_for("saved")  # by the clock, which is rank 0's
     ranks = job.ranks()
     ranks[1].send_signal(signal.SIGUSR1)
     assert wait_until_gone(ranks) < 60
@@ -57,6 +58,15 @@ def test_C5_a_rank_killed_while_saving_takes_the_others_with_it_and_costs_no_sav
     assert wait_until_gone(ranks) < 60
     assert job.wait(30).status != 0
     assert newest_step(output) >= before + 5
+
+
+def test_steps_with_nan_gradients_are_skipped_and_end_the_run_when_they_do_not_stop(folder, data, model):
+    job = ["--lr", 1e30, "--max-skipped", 3, "--save-every", 1]
+    result = run(*arguments(data, model, folder / "nan", *job), log=folder / "nan.log", launcher="alone")
+    assert result.status == 2, result.output
+    assert "2 skipped" in result.output and "Traceback" not in result.output
+    assert len(result.errors) == 1 and "3 steps in a row had NaN or Inf gradients" in result.errors[0]
+    assert ".rec key" in result.errors[0] and "the last good save is of step 3" in result.errors[0]
 
 
 def test_N5_a_rank_that_fails_ends_all_and_its_message_is_shown(folder, fixtures, model):

@@ -1,0 +1,81 @@
+"""Each kind of precision and memory saving that ships, in a real job of two ranks."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from jobs import CONFIGS, metrics, run
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from rwkv_clip import create_model
+from rwkv_clip.model.published import published_state_dict, read_state_dict, save
+
+
+@pytest.fixture(scope="module")
+def pretrained(folder, model):
+    """Weights whose values bf16 cannot hold."""
+    torch.manual_seed(3)
+    path = folder / "pretrained.pt"
+    save(path, published_state_dict(create_model(model)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def prepared(folder, fixtures):
+    """A folder to evaluate on: pictures of two classes, each with a caption."""
+    prepared = folder / "prepared"
+    prepared.mkdir()
+    names = ["rgb.jpg", "gray.jpg", "rgb.png"]
+    for name in names:
+        shutil.copy(fixtures / "img" / name, prepared)
+    rows = "".join(f"{name}\t{number % 2}\n" for number, name in enumerate(names))
+    (prepared / "zs_kinds.tsv").write_text("image\tlabel\n" + rows)
+    (prepared / "zs_kinds.json").write_text(json.dumps({"classes": ["square", "circle"], "templates": ["a {}"]}))
+    rows = "".join(f"{name}\ta picture {name}\n" for name in names)
+    (prepared / "retrieval_pairs.tsv").write_text("image\tcaption\n" + rows)
+    return prepared
+
+
+@pytest.fixture(scope="module")
+def fine_tuned(folder, data, model, pretrained, prepared):
+    """(run folder, result): bf16, ZeRO-1, checkpointing, accumulation, from weights, with a locked image tower."""
+    output = folder / "fine_tuned"
+    job = ["--model", model, "--train-data", data, "--output", output, "--epochs", 1, "--log-every", 1]
+    job += ["--deepspeed_config", CONFIGS / "zero1_bf16_checkpointing.json", "--batch-size", 8, "--global-batch", 32]
+    job += ["--pretrained", pretrained, "--lock-image", "--eval-data", prepared]
+    return output, run(*job, log=folder / "fine_tuned.log")
+
+
+def test_M7_bf16_with_zero_1_checkpointing_and_accumulation_trains(fine_tuned):
+    output, result = fine_tuned
+    assert result.status == 0, result.output
+    assert "bf16, ZeRO stage 1, activation checkpointing" in result.output
+    assert "the negatives are those of the whole global batch" in result.output
+    assert [line["step"] for line in metrics(output)] == [1, 2]
+
+
+def test_a_locked_tower_keeps_its_weights_to_the_bit_in_bf16(fine_tuned, pretrained):
+    before, after = read_state_dict(pretrained), read_state_dict(fine_tuned[0] / "weights.pt")
+    locked = [name for name in before if name.startswith("image_model.")]
+    assert any(not torch.equal(before[name].bfloat16().float(), before[name].float()) for name in locked)
+    assert all(torch.equal(before[name], after[name]) for name in locked)
+    assert any(not torch.equal(before[name], after[name]) for name in before if name.startswith("text_model."))
+
+
+def test_scores_and_a_picture_of_retrieved_examples_are_logged(fine_tuned):
+    events = EventAccumulator(str(fine_tuned[0] / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("zero_shot/kinds/accuracy")] == [2]
+    assert [event.step for event in events.Images("retrieved")] == [2]
+
+
+def test_fp16_trains_or_says_that_this_machine_cannot(folder, data, model):
+    output = folder / "fp16"
+    job = ["--model", model, "--train-data", data, "--output", output, "--epochs", 1]
+    job += ["--deepspeed_config", CONFIGS / "zero1_fp16.json", "--batch-size", 8, "--max-steps-per-epoch", 1]
+    result = run(*job, log=folder / "fp16.log")
+    if result.status:
+        assert len(result.errors) == 1 and "fp16 is enabled, but this CPU cannot compute in it" in result.errors[0]
+    else:
+        assert metrics(output)[0]["loss_scale"] >= 1
