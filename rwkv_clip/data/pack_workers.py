@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -80,6 +81,7 @@ def _watch(workers: list, receivers: list[Connection], rows_done, progress: Call
 
 def _work(job: Job, shards: list[int], next_shard, rows_done, sender: Connection, parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its processes
+    _end_with_parent(parent)
     warnings.simplefilter("ignore")  # about odd metadata in pictures
     with _CapturedStderr() as messages:
         checker = ImageChecker(job.limits, messages.new)
@@ -91,8 +93,7 @@ def _work(job: Job, shards: list[int], next_shard, rows_done, sender: Connection
             if count % TICK_ROWS == 0:
                 with rows_done.get_lock():
                     rows_done.value += TICK_ROWS
-                if os.getppid() != parent:  # it was killed; nobody will finish what this process writes
-                    os._exit(1)
+                _end_if_orphaned(parent)
 
         while True:
             with next_shard.get_lock():
@@ -107,6 +108,20 @@ def _work(job: Job, shards: list[int], next_shard, rows_done, sender: Connection
                 return
         with rows_done.get_lock():
             rows_done.value += count % TICK_ROWS
+
+
+def _end_with_parent(parent: int) -> None:
+    """Let the system end this process when its parent dies, so that it never writes beside the next packer's."""
+    set_parent_death_signal = 1  # PR_SET_PDEATHSIG
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux
+    if prctl is not None:
+        prctl(set_parent_death_signal, signal.SIGKILL)
+    _end_if_orphaned(parent)
+
+
+def _end_if_orphaned(parent: int) -> None:
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 class _CapturedStderr:

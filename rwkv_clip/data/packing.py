@@ -197,6 +197,8 @@ def _job(source: Source, partial: Path, recipe: dict[str, Any], limits: Limits, 
         for folder in (data, reports):
             _fresh(folder)
         recipe_path.write_text(json.dumps(recipe), encoding="utf-8")
+    for left_over in (*data.glob("*.partial"), *reports.glob("*.partial")):
+        left_over.unlink()
     order = None
     if recipe["shuffle_seed"] is not None:
         order = partial / "index" / "order.npy"

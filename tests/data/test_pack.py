@@ -58,6 +58,20 @@ def pack_command(table: Path, out: Path, shard_size: int) -> list[str]:
     return [sys.executable, "-m", "rwkv_clip.cli", "pack", str(table), str(out), *options]
 
 
+def workers_of(process: subprocess.Popen) -> list[int]:
+    """Process ids of a packer's workers."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return [int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
 def pack_here(source: Path, out: Path, **options) -> dict:
     """Pack in this process."""
     return pack(open_source(source), out, num_workers=0, **options)
@@ -249,6 +263,7 @@ def test_D13_killed_at_any_moment_it_leaves_nothing_that_looks_finished_and_goes
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and len(list(reports.glob("*.json"))) < 3:
         time.sleep(0.01)
+    workers = workers_of(process)
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert not out.exists()
@@ -256,7 +271,9 @@ def test_D13_killed_at_any_moment_it_leaves_nothing_that_looks_finished_and_goes
         open_dataset(out)
     with pytest.raises(UserError):
         open_dataset(tmp_path / "out.partial")
-    time.sleep(1.0)  # its processes end by themselves
+    while time.monotonic() < deadline and any(is_running(pid) for pid in workers):
+        time.sleep(0.01)  # its processes end with it
+    assert len(workers) == 2 and not any(is_running(pid) for pid in workers)
     finished = {path.name: path.read_bytes() for path in reports.glob("*.json")}
     assert 3 <= len(finished) < 17
     again = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=120)
@@ -360,9 +377,7 @@ def test_a_process_that_is_killed_is_reported_and_the_same_command_goes_on(tmp_p
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and not list(reports.glob("*.json")):
         time.sleep(0.01)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    workers = [int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    os.kill(workers[0], signal.SIGKILL)
+    os.kill(workers_of(process)[0], signal.SIGKILL)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 2
     assert "ended by SIGKILL (out of memory?)" in errors and "Traceback" not in errors
