@@ -32,7 +32,6 @@ from pictures import make_pair
 from rwkv_clip.model.config import ModelConfig, load_config
 
 ROOT = Path(__file__).resolve().parents[1]
-LOG_EVERY = 10
 
 
 def matrix_flops_per_pair(config: ModelConfig) -> float:
@@ -99,17 +98,17 @@ def run_job(args: argparse.Namespace, data: Path, run: Path) -> None:
     command += ["--model", args.model, "--train-data", str(data), "--output", str(run)]
     command += ["--deepspeed_config", str(args.config), "--batch-size", str(args.batch_size), "--grad-clip", "1.0"]
     command += ["--max-steps-per-epoch", str(steps), "--epochs", "1", "--warmup", "0.1"]
-    command += ["--log-every", str(LOG_EVERY), *args.flags]
+    command += ["--log-every", str(args.log_every), *args.flags]
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
         sys.exit(f"the job failed with status {done.returncode}:\n{done.stdout[-6000:]}")
 
 
-def read_job(run: Path, warm_up: int) -> dict[str, float]:
+def read_job(run: Path, warm_up: int, log_every: int) -> dict[str, float]:
     """Medians over the intervals after the warm-up, and what the log says of the start."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    intervals = [row for row in rows if "samples_per_second" in row and row["step"] > warm_up + LOG_EVERY - 1]
+    intervals = [row for row in rows if "samples_per_second" in row and row["step"] >= warm_up + log_every]
     log = (run / "training.log").read_text()
     start = re.search(r"training begins ([\d.]+) s", log)
     return {
@@ -133,6 +132,7 @@ def main() -> int:
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--warm-up", type=int, default=20, help="steps not counted (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=60, help="steps counted (default: %(default)s)")
+    parser.add_argument("--log-every", type=int, default=10, help="steps per interval (default: %(default)s)")
     parser.add_argument("--port", type=int, default=29511)
     parser.add_argument("--json", type=Path, help="write the figures there too")
     parser.add_argument("flags", nargs="*", help="after --: more flags for launch/train.py")
@@ -151,7 +151,7 @@ def main() -> int:
             memory.start()
         began = time.monotonic()
         run_job(args, data, Path(folder) / "run")
-        figures = read_job(Path(folder) / "run", args.warm_up)
+        figures = read_job(Path(folder) / "run", args.warm_up, args.log_every)
         figures["job_s"] = time.monotonic() - began
         if gpu:
             figures["process_peak_gib"] = memory.stop()
