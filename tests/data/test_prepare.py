@@ -134,11 +134,19 @@ def test_a_second_run_says_so_and_does_nothing(small_shapes, capsys):
 
 
 def test_without_npm_the_message_names_it_and_the_way_out(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("resvg_py")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(["prepare", "pictograms", str(tmp_path / "out")]) == 2
     message = capsys.readouterr().err
     assert "npm" in message and "prepare shapes" in message and message.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_without_the_renderer_the_message_names_it_before_anything_is_fetched(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "resvg_py", None)
+    monkeypatch.setattr(packages, "fetch", lambda package: pytest.fail("fetched"))
+    assert main(["prepare", "pictograms", str(tmp_path / "out")]) == 2
+    assert "pip install resvg-py" in capsys.readouterr().err
 
 
 def fake_npm(folder: Path, script: str) -> None:
