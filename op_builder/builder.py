@@ -79,9 +79,10 @@ class RWKVOpBuilder:
     def jit_name(self) -> str:
         """Name of the just-in-time build: the op and a digest of all that its binary depends on.
 
-        So two versions of the sources or of torch never share a folder. One build serves every head size and length.
+        So two versions of the sources or of torch never share a folder, nor do two installations, which ninja would
+        rebuild in turn. One build serves every head size and length.
         """
-        digest = hashlib.sha256(f"{torch.__version__} {torch.version.cuda} {self.cxx_args()}".encode())
+        digest = hashlib.sha256(f"{ROOT} {torch.__version__} {torch.version.cuda} {self.cxx_args()}".encode())
         for pattern in self.FILES:
             for path in sorted(ROOT.glob(pattern)):
                 digest.update(path.name.encode() + b"\0" + path.read_bytes())

@@ -16,7 +16,10 @@ def good() -> dict[str, torch.Tensor]:
 
 BAD = {
     "three dimensions": ({"r": torch.zeros(2, 5, 24)}, r"r must be \[B, T, H, N\], got shape \(2, 5, 24\)"),
-    "no tokens": ({name: torch.zeros(2, 0, 3, 8) for name in "rkvw"}, r"T must be at least 1, got shape \(2, 0, 3, 8\)"),
+    "no tokens": (
+        {name: torch.zeros(2, 0, 3, 8) for name in "rkvw"},
+        r"T must be at least 1, got shape \(2, 0, 3, 8\)",
+    ),
     "other shape": ({"v": torch.zeros(2, 5, 3, 12)}, r"v must have r's shape \(2, 5, 3, 8\), got \(2, 5, 3, 12\)"),
     "broadcast shape": ({"w": torch.zeros(1, 5, 3, 8)}, r"w must have r's shape .* got \(1, 5, 3, 8\)"),
     "u per channel": ({"u": torch.zeros(24)}, r"u must be \[H, N\] = \(3, 8\), got \(24,\)"),

@@ -1,0 +1,70 @@
+"""The CUDA sources compile, also where there is no GPU."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.cpp_extension import include_paths
+
+from op_builder import WKV6Builder, toolchain
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+CSRC = ROOT / "rwkv_clip" / "ops" / "csrc"
+NVCC_VERSION = toolchain.nvcc_version()
+
+needs_nvcc = pytest.mark.skipif(NVCC_VERSION is None, reason="needs nvcc")
+
+
+def cuda_include() -> str | None:
+    """Folder of cuda_runtime_api.h, as nvcc itself finds it (its own folder may hold only a link or a script)."""
+    nvcc = os.path.join(toolchain.cuda_home(), "bin", "nvcc")
+    run = subprocess.run(
+        [nvcc, "-x", "cu", "-M", "-"], input="#include <cuda_runtime_api.h>\n", capture_output=True, text=True
+    )
+    words = (word for word in run.stdout.split() if word.endswith("/cuda_runtime_api.h"))
+    return next((os.path.dirname(word) for word in words), None)
+
+
+@needs_nvcc
+@pytest.mark.parametrize("source", sorted(path.name for path in CSRC.glob("*.cu")))
+def test_each_kernel_compiles_for_ampere_and_hopper(source, tmp_path):
+    nvcc = os.path.join(toolchain.cuda_home(), "bin", "nvcc")
+    archs = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in (80, 90)]
+    command = [nvcc, "-O3", "-std=c++17", "--threads=2", *archs, "-Xcompiler=-fPIC", "-c", CSRC / source]
+    run = subprocess.run([*command, "-o", tmp_path / "kernel.o"], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
+
+
+def test_the_builder_compiles_every_cuda_source_and_the_binding():
+    sources = {Path(source).name for source in WKV6Builder().sources()}
+    assert sources == {path.name for path in CSRC.glob("wkv6_cuda*.c*") if path.suffix in (".cu", ".cpp")}
+    assert "wkv6_cuda_binding.cpp" in sources and "wkv6_cuda.cu" in sources
+
+
+@needs_nvcc
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_the_binding_compiles_against_pytorchs_headers(tmp_path):
+    folder = cuda_include()
+    if folder is None:
+        pytest.skip("no cuda_runtime_api.h")
+    # A CPU build of torch has all headers but this one, which its CUDA builds generate.
+    generated = tmp_path / "c10" / "cuda" / "impl" / "cuda_cmake_macros.h"
+    generated.parent.mkdir(parents=True)
+    generated.write_text("#pragma once\n#define C10_CUDA_BUILD_SHARED_LIBS\n")
+    standard = "c++20" if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12) else "c++17"
+    paths = [*include_paths(), sysconfig.get_paths()["include"], folder, str(tmp_path), str(CSRC)]
+    command = [
+        "g++",
+        f"-std={standard}",
+        "-fsyntax-only",
+        "-DTORCH_EXTENSION_NAME=wkv6",
+        *(f"-I{path}" for path in paths),
+    ]
+    run = subprocess.run([*command, CSRC / "wkv6_cuda_binding.cpp"], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
