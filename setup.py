@@ -29,6 +29,15 @@ def switched_on(variable: str) -> bool:
     return os.environ.get(variable, "0") == "1"
 
 
+def extension(builder):
+    from deepspeed.ops.op_builder.builder import CUDAMismatchException
+
+    try:
+        return builder.builder()
+    except CUDAMismatchException as error:
+        sys.exit(f"error: {error} To try all the same: DS_SKIP_CUDA_CHECK=1")
+
+
 def ahead_of_time() -> dict:
     """ext_modules and cmdclass for the ops that the environment asks for; nothing when it asks for none."""
     asked = [name for name, variable in OPS.items() if switched_on(variable)]
@@ -53,7 +62,7 @@ def ahead_of_time() -> dict:
             missing = "; ".join(builder.missing_for_build())
             if not missing:
                 names.append(name)
-                extensions.append(builder.builder())
+                extensions.append(extension(builder))
             elif name in asked:
                 sys.exit(f"error: {OPS[name]}=1, but the op {name} cannot be compiled here: {missing}")
             else:

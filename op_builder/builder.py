@@ -6,6 +6,9 @@ Each op is a class of its own file, derived from RWKVOpBuilder and from DeepSpee
 from __future__ import annotations
 
 import hashlib
+import importlib.util
+import platform
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -76,30 +79,39 @@ class RWKVOpBuilder:
             self._loaded[self.NAME] = import_prebuilt(self.NAME) or self.jit_load(verbose)
         return self._loaded[self.NAME]
 
+    def target(self) -> str:
+        """What a just-in-time build is compiled for, where machines that share a folder may differ."""
+        return platform.machine()
+
     def jit_name(self) -> str:
         """Name of the just-in-time build: the op and a digest of all that its binary depends on.
 
         So two versions of the sources or of torch never share a folder, nor do two installations, which ninja would
         rebuild in turn. One build serves every head size and length.
         """
-        digest = hashlib.sha256(f"{ROOT} {torch.__version__} {torch.version.cuda} {self.cxx_args()}".encode())
+        settings = (ROOT, sys.version_info[:2], torch.__version__, torch.version.cuda, self.target(), self.cxx_args())
+        digest = hashlib.sha256(repr(settings).encode())
         for pattern in self.FILES:
             for path in sorted(ROOT.glob(pattern)):
                 digest.update(path.name.encode() + b"\0" + path.read_bytes())
         return f"rwkv_clip_{self.NAME}_{digest.hexdigest()[:10]}"
 
     def jit_load(self, verbose: bool = False) -> ModuleType:
+        """The op's module, compiled now unless it has been before. A finished build needs no lock, tool or compiler."""
+        name = self.jit_name()
+        folder = _extension_folder(name)
+        finished, failure = folder / "finished", folder / "failed.txt"
+        if finished.exists():
+            return self._import_build(name, folder)
         reason = self.incompatible_reason()
         if reason is not None:
             raise OpBuildError(f"The op {self.NAME} cannot be built: {reason}.")
-        name = self.jit_name()
-        folder = _extension_folder(name)
-        failure = folder / "failed.txt"
         with build_lock(folder, self.NAME) as waiting_since, toolchain.tools_on_path():
+            if finished.exists():
+                return self._import_build(name, folder)
             if waiting_since is not None and failure.exists() and failure.stat().st_mtime >= waiting_since:
                 raise OpBuildError(failure.read_text())  # tried while this process waited
-            if not (folder / f"{name}.so").exists():
-                say(f"building the op {self.NAME}, once, in about a minute: {folder}")
+            say(f"building the op {self.NAME}, once, in about a minute: {folder}")
             try:
                 module = self._jit_load_as(name, verbose)
             except (RuntimeError, OSError, ImportError) as error:
@@ -107,8 +119,19 @@ class RWKVOpBuilder:
                 message = f"The op {self.NAME} could not be built: {line}. {toolchain.way_out(line)}. (In {folder}.)"
                 failure.write_text(message)
                 raise OpBuildError(message) from None
-            failure.unlink(missing_ok=True)
+            finished.touch()
             return module
+
+    def _import_build(self, name: str, folder: Path) -> ModuleType:
+        try:
+            spec = importlib.util.spec_from_file_location(name, folder / f"{name}.so")
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        except (ImportError, OSError) as error:
+            raise OpBuildError(
+                f"The op {self.NAME} does not load ({error}): delete {folder} to build it again"
+            ) from None
+        return module
 
     def _jit_load_as(self, name: str, verbose: bool) -> ModuleType:
         self.name = name  # DeepSpeed names the build folder and the module after it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import torch
 from deepspeed.ops.op_builder.builder import CUDAOpBuilder
 
 from . import toolchain
@@ -27,6 +28,10 @@ class WKV6Builder(RWKVOpBuilder, CUDAOpBuilder):
         archs = None if self.jit_mode or "TORCH_CUDA_ARCH_LIST" in os.environ else toolchain.default_cuda_archs()
         threads = os.environ.get("DS_NVCC_THREADS") or str(min(os.cpu_count() or 1, 8))
         return ["-O3", "-lineinfo", f"--threads={threads}", *self.compute_capability_args(archs)]
+
+    def target(self) -> str:
+        capabilities = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
+        return f"{super().target()} {os.environ.get('TORCH_CUDA_ARCH_LIST')} {sorted(capabilities)}"
 
     def missing_for_build(self) -> list[str]:
         return toolchain.missing_for_cuda()

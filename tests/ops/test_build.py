@@ -112,6 +112,14 @@ def test_a_build_that_fails_is_not_repeated_by_those_who_waited(tmp_path):
     assert calls.read_text() == "call\n"
 
 
+def test_a_finished_build_needs_no_compiler_and_waits_for_nobody(tmp_path):
+    assert finish(start_stub(environment(tmp_path)))[0] == 0
+    with build_lock(tmp_path / stub_name(), "stub"):
+        status, out, err = finish(start_stub(environment(tmp_path, PATH="/no/such", CXX="/no/such/c++")))
+    assert status == 0, err
+    assert "loaded rwkv_clip_stub" in out and "[rwkv-clip]" not in err
+
+
 COMPLAINT = "stub_op.cpp:1:1: error: this compiler is out of order"
 COMPLAIN = f"echo '{COMPLAINT}' >&2; echo 'stub_op.cpp:2:1: error: and more' >&2; exit 1"
 
