@@ -96,15 +96,22 @@ class World:
             raise CommonError(text if everywhere else f"rank {failed[0]} ({self.hosts[failed[0]]}): {text}") from error
 
     def leave(self, patience: float = 10.0) -> None:
-        """The last thing that a rank does. Rank 0 waits for the others, as the store ends with it."""
+        """The last thing that a rank does. Rank 0 goes last, as the store ends with it.
+
+        The others wait until it has come here, its error printed: a launcher ends all ranks when it sees one go.
+        """
         if self.store is None:
             return
+        deadline = time.monotonic() + patience
         with contextlib.suppress(RuntimeError):
-            gone = self.store.add("gone", 1)
-            deadline = time.monotonic() + patience
-            while self.is_first and gone < self.world_size and time.monotonic() < deadline:
+            if self.is_first:
+                self.store.set("left/0", "")
+                while self.store.add("left", 0) < self.world_size - 1 and time.monotonic() < deadline:
+                    time.sleep(0.05)
+                return
+            while not self.is_failing and not self.store.check(["left/0"]) and time.monotonic() < deadline:
                 time.sleep(0.05)
-                gone = self.store.add("gone", 0)
+            self.store.add("left", 1)
 
 
 def choose_device(place: Place) -> torch.device:
