@@ -1,8 +1,9 @@
 """Is this a picture that the training loader will decode? Checked by decoding it in full, as strictly as the loader.
 
 The bytes stay as they are whenever the loader shows them rightly (EXIF orientation included, which it applies). They
-are encoded anew, as JPEG, when it would not: alpha (the loader drops it and hidden colours show), CMYK, animations,
-files of several pages, formats that it cannot read (GIF, ICO, AVIF), and pictures larger than anyone trains on.
+are encoded anew, as JPEG, when it would not: alpha (the loader drops it and hidden colours show), CMYK, palettes (the
+loader's GPU decoder shows them wrongly), animations, files of several pages, formats that it cannot read (GIF, ICO,
+AVIF), and pictures larger than anyone trains on.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ class ImageChecker:
         elif header.num_images > 1:
             return "several pages"
         else:
-            reason = _alpha_or_animation(data)
+            reason = _hidden_trouble(data)
             if reason is not None:
                 return reason
         if self.limits.max_side and max(header.width, header.height) > self.limits.max_side:
@@ -173,7 +174,8 @@ def on_white(picture: Image.Image) -> Image.Image:
     return picture if picture.mode in ("L", "RGB") else picture.convert("RGB")
 
 
-def _alpha_or_animation(data: bytes) -> str | None:
+def _hidden_trouble(data: bytes) -> str | None:
+    """What the loader would show wrongly although it decodes it."""
     try:
         picture = Image.open(io.BytesIO(data))
         if getattr(picture, "is_animated", False) and picture.format not in ("PNG", "MPO"):
@@ -182,6 +184,8 @@ def _alpha_or_animation(data: bytes) -> str | None:
             return "CMYK"
         if picture.has_transparency_data and picture.convert("RGBA").getchannel("A").getextrema()[0] < 255:
             return "alpha over white"
+        if picture.mode == "P":
+            return "palette"
     except Exception:  # the strict decoder has the last word on what is broken
         return None
     return None
