@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 import os
 import re
 import statistics
@@ -29,6 +30,7 @@ from pathlib import Path
 import torch
 from pictures import make_pair
 
+from rwkv_clip.data.dataset import open_dataset
 from rwkv_clip.model.config import ModelConfig, load_config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -93,11 +95,14 @@ class ProcessMemory(threading.Thread):
 
 def run_job(args: argparse.Namespace, data: Path, run: Path) -> None:
     steps = args.warm_up + args.steps
+    # A small data set gives fewer steps per epoch than are to be measured.
+    steps_per_epoch = min(steps, len(open_dataset(data)) // (args.batch_size * args.gpus))
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(args.gpus)]
     command += ["--master_port", str(args.port), str(ROOT / "launch" / "train.py")]
     command += ["--model", args.model, "--train-data", str(data), "--output", str(run)]
     command += ["--deepspeed_config", str(args.config), "--batch-size", str(args.batch_size), "--grad-clip", "1.0"]
-    command += ["--max-steps-per-epoch", str(steps), "--epochs", "1", "--warmup", "0.1"]
+    command += ["--max-steps-per-epoch", str(steps_per_epoch), "--epochs", str(math.ceil(steps / steps_per_epoch))]
+    command += ["--save-every", "1000000"]
     command += ["--log-every", str(args.log_every), *args.flags]
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
