@@ -17,11 +17,13 @@ mkdir -p "$out"
 
 # 1. Pairs: pictograms of seven artists; without npm or the network, rendered shapes.
 data=pictograms
+# The pictogram sets that are large enough to tell something after so short a training.
+sets=(--set unseen_artist_kind --set unseen_artist)
 if [ -e "$out/shapes/stats.json" ] && [ ! -e "$out/pictograms/stats.json" ]; then
-    data=shapes
+    data=shapes sets=()
 elif ! rwkv-clip prepare pictograms "$out/pictograms"; then
     echo "quickstart: the pictograms cannot be had here (see above); taking rendered shapes instead"
-    data=shapes
+    data=shapes sets=()
     rwkv-clip prepare shapes "$out/shapes"
 fi
 
@@ -34,10 +36,10 @@ if [ -e "$run/weights.pt" ]; then
 else
     deepspeed --num_gpus 1 launch/train.py \
         --model RWKV-CLIP-Nano --train-data "$out/$data-packed" --output "$run" --resume auto \
-        --deepspeed_config ds_configs/zero1_bf16.json --batch-size 256 --epochs 8 --lr 2e-3 --seed "$seed"
+        --deepspeed_config "$(python launch/choose_config.py)" --batch-size 256 --epochs 8 --lr 2e-3 --seed "$seed"
 fi
 
 # 4. Scores, each beside chance.
-rwkv-clip evaluate "$run" --data "$out/$data" --json "$run/scores.json"
+rwkv-clip evaluate "$run" --data "$out/$data" "${sets[@]}" --json "$run/scores.json"
 echo
 echo "watch the curves:  $PWD/.venv/bin/tensorboard --logdir $out"
