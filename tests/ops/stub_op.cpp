@@ -7,7 +7,7 @@
 #define STRING(x) STRING_(x)
 
 extern "C" PyMODINIT_FUNC JOIN(PyInit_, TORCH_EXTENSION_NAME)() {
-    static PyModuleDef definition = {PyModuleDef_HEAD_INIT, STRING(TORCH_EXTENSION_NAME), nullptr, -1, nullptr,
-                                     nullptr, nullptr, nullptr, nullptr};
+    static PyModuleDef definition = {
+        PyModuleDef_HEAD_INIT, STRING(TORCH_EXTENSION_NAME), nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
     return PyModule_Create(&definition);
 }

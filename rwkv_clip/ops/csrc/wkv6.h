@@ -10,7 +10,7 @@
 //           = u                             when s = t
 //   y[t, j] = sum_s A[t, s] * v[s, j]
 //
-// w is the raw value. No pair straddles the first or the last token, so w[0] and w[T - 1] have no effect and gw = 0 there.
+// w is the raw value. No pair straddles the first or the last token: w[0] and w[T - 1] have no effect, gw = 0 there.
 #pragma once
 
 #include <stddef.h>
@@ -77,7 +77,7 @@ int wkv6_cuda_backward(const WKV6Params* params);
 // Text for a code returned by the functions above; static storage.
 const char* wkv6_cuda_error_string(int code);
 
-// The same on the CPU, on up to num_threads threads; one head is one task, so the result does not depend on their number.
+// The same on the CPU, on up to num_threads threads. One head is one task: the result does not depend on their number.
 size_t wkv6_cpu_backward_workspace_bytes(const WKV6Params* params);
 void wkv6_cpu_forward(const WKV6Params* params, int num_threads);
 void wkv6_cpu_backward(const WKV6Params* params, int num_threads);

@@ -1,8 +1,10 @@
-// What the CPU and the CUDA binding share: tensors -> WKV6Params. The operators' contract is in rwkv_clip/ops/wkv6.py, which
-// checks the user's arguments; the checks here keep a direct call of the operator from reading outside a tensor.
+// What the CPU and the CUDA binding share: tensors -> WKV6Params. The operators' contract is in rwkv_clip/ops/wkv6.py,
+// which checks the user's arguments; the checks here keep a direct call of the operator from reading outside a tensor.
 #pragma once
 
+// clang-format off: Python's header goes first
 #include <Python.h>
+// clang-format on
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -20,16 +22,20 @@ using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at:
 
 inline WKV6Dtype dtype_of(const at::Tensor& x) {
     switch (x.scalar_type()) {
-        case at::kFloat: return WKV6_FLOAT32;
-        case at::kBFloat16: return WKV6_BFLOAT16;
-        case at::kHalf: return WKV6_FLOAT16;
-        default: TORCH_CHECK(false, "wkv6: expected float32, bfloat16 or float16, got ", x.scalar_type());
+        case at::kFloat:
+            return WKV6_FLOAT32;
+        case at::kBFloat16:
+            return WKV6_BFLOAT16;
+        case at::kHalf:
+            return WKV6_FLOAT16;
+        default:
+            TORCH_CHECK(false, "wkv6: expected float32, bfloat16 or float16, got ", x.scalar_type());
     }
 }
 
 inline WKV6Tensor view(const at::Tensor& x) { return {x.data_ptr(), x.stride(0), x.stride(1), x.stride(2)}; }
 
-// x itself where the kernels can read it (wkv6.h: rows of unit stride that start at a multiple of 4 elements), or a copy.
+// x itself where the kernels can read it (wkv6.h: rows of unit stride, starting at a multiple of 4 elements), or a copy.
 inline at::Tensor readable(const at::Tensor& x) {
     const int64_t address = static_cast<int64_t>(reinterpret_cast<uintptr_t>(x.data_ptr()) / x.element_size());
     const bool aligned = (address | x.stride(0) | x.stride(1) | x.stride(2)) % 4 == 0;
@@ -43,7 +49,8 @@ struct Call {
 
     Call(const at::Tensor& r, const at::Tensor& k, const at::Tensor& v, const at::Tensor& w, const at::Tensor& u) {
         TORCH_CHECK(r.dim() == 4 && r.size(1) > 0 && r.size(3) > 0, "wkv6: r must be [B, T, H, N], got ", r.sizes());
-        TORCH_CHECK(r.size(3) % 4 == 0 && r.size(3) <= 128, "wkv6: N must be a multiple of 4 up to 128, got ", r.size(3));
+        TORCH_CHECK(r.size(3) % 4 == 0 && r.size(3) <= 128, "wkv6: N must be a multiple of 4 up to 128, got ",
+                    r.size(3));
         for (const auto& x : {k, v, w})
             TORCH_CHECK(x.sizes() == r.sizes() && x.device() == r.device(), "wkv6: k, v and w must be as r ", r.sizes(),
                         " on ", r.device(), ", got ", x.sizes(), " on ", x.device());
@@ -78,9 +85,9 @@ struct Call {
     }
 
     Gradients set_gradients(at::Tensor& gy) {
-        TORCH_CHECK(gy.sizes() == inputs[0].sizes() && gy.dtype() == inputs[0].dtype() &&
-                        gy.device() == inputs[0].device(),
-                    "wkv6: the gradient of y must be as r, got ", gy.sizes(), " ", gy.dtype(), " on ", gy.device());
+        TORCH_CHECK(
+            gy.sizes() == inputs[0].sizes() && gy.dtype() == inputs[0].dtype() && gy.device() == inputs[0].device(),
+            "wkv6: the gradient of y must be as r, got ", gy.sizes(), " ", gy.dtype(), " on ", gy.device());
         gy = readable(gy);
         Gradients g{new_like(0), new_like(1), new_like(2), new_like(3), new_like(4)};
         params.gy = view(gy);
@@ -112,10 +119,16 @@ struct Call {
 #define WKV6_JOIN(a, b) WKV6_JOIN_(a, b)
 #define WKV6_STRING_(x) #x
 #define WKV6_STRING(x) WKV6_STRING_(x)
-#define WKV6_EMPTY_MODULE                                                                                       \
-    extern "C" PyMODINIT_FUNC WKV6_JOIN(PyInit_, TORCH_EXTENSION_NAME)() {                                      \
-        static PyModuleDef definition = {PyModuleDef_HEAD_INIT, WKV6_STRING(TORCH_EXTENSION_NAME), nullptr, -1, \
-                                         nullptr,               nullptr,                           nullptr, nullptr, \
-                                         nullptr};                                                              \
-        return PyModule_Create(&definition);                                                                    \
+#define WKV6_EMPTY_MODULE                                                   \
+    extern "C" PyMODINIT_FUNC WKV6_JOIN(PyInit_, TORCH_EXTENSION_NAME)() {  \
+        static PyModuleDef definition = {PyModuleDef_HEAD_INIT,             \
+                                         WKV6_STRING(TORCH_EXTENSION_NAME), \
+                                         nullptr,                           \
+                                         -1,                                \
+                                         nullptr,                           \
+                                         nullptr,                           \
+                                         nullptr,                           \
+                                         nullptr,                           \
+                                         nullptr};                          \
+        return PyModule_Create(&definition);                                \
     }

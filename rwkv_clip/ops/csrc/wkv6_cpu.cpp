@@ -1,5 +1,5 @@
-// WKV6 on the CPU: one head (b, h) is one task of an OpenMP loop. The kernel (wkv6_cpu_kernel.h) is compiled for several
-// instruction sets and chosen at run time, so that one binary serves every machine of a cluster.
+// WKV6 on the CPU: one head (b, h) is one task of an OpenMP loop. The kernel (wkv6_cpu_kernel.h) is compiled for
+// several instruction sets and chosen at run time, so that one binary serves every machine of a cluster.
 //
 // Sources of the operator: RWKV-6 (arXiv 2404.05892), made bidirectional by Vision-RWKV (arXiv 2403.02308) and
 // RWKV-CLIP (arXiv 2406.06973).
@@ -26,9 +26,9 @@ constexpr int kOneChunk = 128, kChunk = 64;
 struct Head {
     int T, N, C;
     int64_t Np, Lp;
-    float *r, *k, *v, *w, *u, *gy;               // inputs [T, Np], u [Np]
-    float *y, *gr, *gk, *gv, *gl, *gu;           // outputs
-    float *log_decay, *decay, *products, *A;     // [T, Np] twice, [max(N, 16), Lp], [C, Lp]
+    float *r, *k, *v, *w, *u, *gy;            // inputs [T, Np], u [Np]
+    float *y, *gr, *gk, *gv, *gl, *gu;        // outputs
+    float *log_decay, *decay, *products, *A;  // [T, Np] twice, [max(C, N), max(Lp, Np)], [C, Lp]
 
     int chunks() const { return (T + C - 1) / C; }
 
@@ -43,8 +43,8 @@ private:
 
 // What passes between chunks; null for a single chunk.
 struct Carry {
-    float *state, *transposed, *states;                 // [Np, Np] twice, [chunks, Np, Np]
-    float *from_start, *to_end, *rows, *total, *sums;   // [C, Np] three times, [Np] twice
+    float *state, *transposed, *states;                // [Np, Np] twice, [chunks, Np, Np]
+    float *from_start, *to_end, *rows, *total, *sums;  // [C, Np] three times, [Np] twice
 };
 
 }  // namespace
@@ -246,7 +246,7 @@ private:
         const int64_t Np = head.Np, rows = head.T * Np, chunk = head.C * Np, state = Np * Np;
         for (float** pointer : {&head.r, &head.k, &head.v, &head.w, &head.log_decay, &head.decay}) take(*pointer, rows);
         take(head.u, Np);
-        take(head.products, (p.N > 16 ? p.N : 16) * head.Lp);
+        take(head.products, (head.C > p.N ? head.C : p.N) * (head.Lp > Np ? head.Lp : Np));
         take(head.A, head.C * head.Lp);
         if (backward) {
             for (float** pointer : {&head.gy, &head.gr, &head.gk, &head.gv, &head.gl}) take(*pointer, rows);

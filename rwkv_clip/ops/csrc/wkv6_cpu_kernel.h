@@ -1,10 +1,10 @@
-// WKV6 for one head on the CPU, in float32 with explicit vectors. Included once per instruction set by wkv6_cpu.cpp, which
-// defines WKV6_ISA (a namespace) and WKV6_VECTOR_BYTES (16, 32 or 64). No include guard, no templates and no standard
-// headers in here: the compiler's target changes between inclusions.
+// WKV6 for one head on the CPU, in float32 with explicit vectors. Included once per instruction set by wkv6_cpu.cpp,
+// which defines WKV6_ISA (a namespace) and WKV6_VECTOR_BYTES (16, 32 or 64). No include guard, no templates and no
+// standard headers in here: the compiler's target changes between inclusions.
 //
 // Notation of wkv6.h. Within a chunk of tokens every pair (t, s) is treated by itself: A[t, s] and the gradients use
-// running products of decays, all <= 1, so nothing overflows and nothing is divided. Across chunks an N x N state carries
-// the sum over earlier tokens, so that a long sequence costs O(T).
+// running products of decays, all <= 1, so nothing overflows and nothing is divided. Across chunks an N x N state
+// carries the sum over earlier tokens, so that a long sequence costs O(T).
 //
 // The gradient of log d[m] is the sum over the pairs that straddle m of gA * r * k * D. It is summed directly (Horner's
 // scheme from one side times a running product from the other). The usual difference of cumulative sums cancels.
@@ -15,17 +15,38 @@ namespace WKV6_ISA {
 
 typedef float vec __attribute__((vector_size(WKV6_VECTOR_BYTES), may_alias));
 typedef int ivec __attribute__((vector_size(WKV6_VECTOR_BYTES), may_alias));
+typedef float vec4 __attribute__((vector_size(16), may_alias));
+typedef int ivec4 __attribute__((vector_size(16)));
 constexpr int W = WKV6_VECTOR_BYTES / 4;
 
+#if defined(__clang__)
+#define WKV6_SHUFFLE(a, b, i, j, k, l) __builtin_shufflevector(a, b, i, j, k, l)
+#else
+#define WKV6_SHUFFLE(a, b, i, j, k, l) __builtin_shuffle(a, b, ivec4{i, j, k, l})
+#endif
 #define WKV6_INLINE static inline __attribute__((always_inline))
 
 WKV6_INLINE vec& at(float* p) { return *reinterpret_cast<vec*>(p); }
 WKV6_INLINE const vec& at(const float* p) { return *reinterpret_cast<const vec*>(p); }
 
+// The sums of the lanes of four vectors.
+WKV6_INLINE void sums_of_lanes(const vec& a, const vec& b, const vec& c, const vec& d, vec4& sums) {
+    vec4 x0{}, x1{}, x2{}, x3{};
+    for (int n = 0; n < W / 4; ++n) {
+        x0 += reinterpret_cast<const vec4*>(&a)[n];
+        x1 += reinterpret_cast<const vec4*>(&b)[n];
+        x2 += reinterpret_cast<const vec4*>(&c)[n];
+        x3 += reinterpret_cast<const vec4*>(&d)[n];
+    }
+    const vec4 y0 = WKV6_SHUFFLE(x0, x1, 0, 4, 1, 5) + WKV6_SHUFFLE(x0, x1, 2, 6, 3, 7);
+    const vec4 y1 = WKV6_SHUFFLE(x2, x3, 0, 4, 1, 5) + WKV6_SHUFFLE(x2, x3, 2, 6, 3, 7);
+    sums = WKV6_SHUFFLE(y0, y1, 0, 1, 4, 5) + WKV6_SHUFFLE(y0, y1, 2, 3, 6, 7);
+}
+
 WKV6_INLINE float sum_of_lanes(const vec& x) {
-    float sum = 0;
-    for (int lane = 0; lane < W; ++lane) sum += x[lane];
-    return sum;
+    vec4 sums;
+    sums_of_lanes(x, x, x, x, sums);
+    return sums[0];
 }
 
 // exp(x) for x <= 88, relative error below 2e-7; 0 below -87 (results that are not normal numbers), NaN for NaN.
@@ -59,8 +80,9 @@ WKV6_INLINE void decays(int64_t count, const float* w, float* log_decay, float* 
 }
 
 // C[rows, width] (+)= A[rows, depth] B[depth, width]; `rows` <= 6 is a literal, so that the accumulators are registers.
-WKV6_INLINE void multiply_rows(const int rows, int depth, int width, const float* a, ptrdiff_t a_row, ptrdiff_t a_column,
-                               const float* b, ptrdiff_t b_row, float* c, ptrdiff_t c_row, bool add) {
+WKV6_INLINE void multiply_rows(const int rows, int depth, int width, const float* a, ptrdiff_t a_row,
+                               ptrdiff_t a_column, const float* b, ptrdiff_t b_row, float* c, ptrdiff_t c_row,
+                               bool add) {
     for (int j = 0; j < width; j += 2 * W) {
         const bool two = j + W < width;
         const int second = two ? W : 0;
@@ -85,7 +107,7 @@ WKV6_INLINE void multiply_rows(const int rows, int depth, int width, const float
     }
 }
 
-// C[rows, width] = A B, or C += A B. A has any strides; rows of B and C are contiguous and aligned, width a multiple of W.
+// C[rows, width] = A B, or C += A B. A has any strides; rows of B and C are contiguous, width is a multiple of W.
 static __attribute__((noinline)) void multiply(int rows, int depth, int width, const float* a, ptrdiff_t a_row,
                                                ptrdiff_t a_column, const float* b, ptrdiff_t b_row, float* c,
                                                ptrdiff_t c_row, bool add) {
@@ -98,85 +120,71 @@ static __attribute__((noinline)) void multiply(int rows, int depth, int width, c
 }
 
 // Tokens per block. The pairs of a block's tokens with a token s before the block share the decays from s to the block;
-// the block's tokens differ by the decays inside it. Every vector of W tokens holds whole blocks.
+// the block's tokens differ by the decays inside it.
 constexpr int BLOCK = 4;
 
-// The rows of A of `count` tokens of one block, over the vectors [from, to) of p: A(j, s) += sum_i rows[j, i] p[i, s], then
-// p[i, s] *= total[i]. rows[BLOCK, Np]: r times the decays from the block's start, 0 beyond `count`.
-WKV6_INLINE void attend_block(int count, int N, int64_t Np, int64_t Lp, int from, int to, const float* rows,
-                              const float* total, float* p, float* A, ptrdiff_t a_row) {
-    for (int s = from; s < to; s += 2 * W) {
-        const int second = s + W < to ? W : 0;
-        vec sum0[BLOCK], sum1[BLOCK];
-        for (int j = 0; j < BLOCK; ++j) sum0[j] = sum1[j] = vec{};
-        float* q = p + s;
-        for (int i = 0; i < N; ++i, q += Lp) {
-            const vec p0 = at(q), p1 = at(q + second);
-#pragma GCC unroll 4
-            for (int j = 0; j < BLOCK; ++j) {
-                const float x = rows[j * Np + i];
-                sum0[j] += x * p0;
-                sum1[j] += x * p1;
-            }
-            at(q + second) = total[i] * p1;
-            at(q) = total[i] * p0;
-        }
-        for (int j = 0; j < count; ++j) {
-            float* row = A + j * a_row + s;
-            if (second) at(row + W) += sum1[j];
-            at(row) += sum0[j];
-        }
-    }
-}
-
-// One token and one vector of p: row[s] += sum_i r[i] p[i, s], then p[i, s] *= d[i].
-WKV6_INLINE void attend_token(int N, int64_t Lp, const float* r, const float* d, float* p, float* row) {
-    vec sum0{}, sum1{}, sum2{}, sum3{};
-    for (int i = 0; i < N; i += 4, p += 4 * Lp) {
-        const vec p0 = at(p), p1 = at(p + Lp), p2 = at(p + 2 * Lp), p3 = at(p + 3 * Lp);
-        sum0 += r[i] * p0;
-        sum1 += r[i + 1] * p1;
-        sum2 += r[i + 2] * p2;
-        sum3 += r[i + 3] * p3;
-        at(p) = d[i] * p0;
-        at(p + Lp) = d[i + 1] * p1;
-        at(p + 2 * Lp) = d[i + 2] * p2;
-        at(p + 3 * Lp) = d[i + 3] * p3;
-    }
-    at(row) += (sum0 + sum1) + (sum2 + sum3);
-}
-
-// A[L, Lp] of one chunk, both directions and the diagonal. r, k, d: [L, Np]; u: [Np]. p: scratch [N, Lp], which holds
-// k[s, i] times the decays between s and the current token; 0 for tokens s that are not yet passed.
-static __attribute__((noinline)) void attention(int L, int N, int64_t Np, int64_t Lp, const float* r, const float* k,
-                                                const float* d, const float* u, float* p, float* A) {
-    alignas(64) float rows[BLOCK * 128], total[128];
-    const int blocks = (L + BLOCK - 1) / BLOCK;
-    std::memset(A, 0, sizeof(float) * L * Lp);
-    for (int sign = 1; sign >= -1; sign -= 2) {
-        std::memset(p, 0, sizeof(float) * N * Lp);
-        for (int n = 0; n < blocks; ++n) {
-            const int begin = (sign > 0 ? n : blocks - 1 - n) * BLOCK, left = L - begin;
-            const int count = left < BLOCK ? left : BLOCK, first = sign > 0 ? begin : begin + count - 1;
-            for (int64_t i = 0; i < Np; i += W) {
-                vec product = vec{} + 1.0f;
-                for (int j = 0; j < BLOCK; ++j) {
-                    const ptrdiff_t token = (first + sign * j) * Np + i;
-                    at(rows + j * Np + i) = j < count ? at(r + token) * product : vec{};
-                    if (j < count) product *= at(d + token);
-                }
-                at(total + i) = product;
-            }
-            const int own = begin / W * W;  // the vector of the block's tokens and, maybe, of their neighbours
-            attend_block(count, N, Np, Lp, sign > 0 ? 0 : own + W, sign > 0 ? own : static_cast<int>(Lp), rows, total,
-                         p, A + first * Lp, sign * Lp);
+// A[L, Lp] of one chunk in one direction: A(t, s) = a[(t * Lp + s) * sign] for all pairs of s before t. Row pointers
+// stand at the direction's first token. keys: scratch [L, Np], k[s] times the decays between s and the current block.
+WKV6_INLINE void attend(int L, int64_t Np, int64_t Lp, int sign, const float* r, const float* k, const float* d,
+                        float* keys, float* a) {
+    alignas(64) float rows[BLOCK * 128],
+        total[128];  // r times the decays from the block's start; all decays of the block
+    const ptrdiff_t step = sign * Np, a_row = sign * Lp;
+    for (int begin = 0; begin < L; begin += BLOCK) {
+        const int count = L - begin < BLOCK ? L - begin : BLOCK;
+        if (count < BLOCK) std::memset(rows, 0, sizeof(rows));
+        for (int64_t i = 0; i < Np; i += W) {
+            vec product = vec{} + 1.0f;
             for (int j = 0; j < count; ++j) {
-                const int t = first + sign * j;
-                attend_token(N, Lp, r + t * Np, d + t * Np, p + own, A + t * Lp + own);
-                for (int i = 0; i < N; ++i) p[i * Lp + t] = k[t * Np + i];
+                const ptrdiff_t token = (begin + j) * step + i;
+                at(rows + j * Np + i) = at(r + token) * product;
+                product *= at(d + token);
+            }
+            at(total + i) = product;
+        }
+        for (int s = 0; s < begin; ++s) {
+            vec sum0{}, sum1{}, sum2{}, sum3{};
+            float* key = keys + s * Np;
+            for (int64_t i = 0; i < Np; i += W) {
+                const vec x = at(key + i);
+                sum0 += x * at(rows + i);
+                sum1 += x * at(rows + Np + i);
+                sum2 += x * at(rows + 2 * Np + i);
+                sum3 += x * at(rows + 3 * Np + i);
+                at(key + i) = x * at(total + i);
+            }
+            vec4 sums;
+            sums_of_lanes(sum0, sum1, sum2, sum3, sums);
+            for (int j = 0; j < count; ++j) a[(begin + j) * a_row + s * sign] = sums[j];
+        }
+        for (int j = 1; j < count; ++j) {  // pairs inside the block, with rows as r[t] times the decays after s
+            std::memcpy(rows, r + (begin + j) * step, sizeof(float) * Np);
+            for (int s = begin + j - 1; s >= begin; --s) {
+                vec sum{};
+                for (int64_t i = 0; i < Np; i += W) {
+                    const vec x = at(rows + i);
+                    sum += x * at(k + s * step + i);
+                    at(rows + i) = x * at(d + s * step + i);
+                }
+                a[(begin + j) * a_row + s * sign] = sum_of_lanes(sum);
+            }
+        }
+        for (int64_t i = 0; i < Np; i += W) {
+            vec product = vec{} + 1.0f;
+            for (int s = begin + count - 1; s >= begin; --s) {
+                at(keys + s * Np + i) = at(k + s * step + i) * product;
+                product *= at(d + s * step + i);
             }
         }
     }
+}
+
+// A[L, Lp] of one chunk, both directions and the diagonal. r, k, d: [L, Np]; u: [Np]; keys: scratch [L, Np].
+static __attribute__((noinline)) void attention(int L, int64_t Np, int64_t Lp, const float* r, const float* k,
+                                                const float* d, const float* u, float* keys, float* A) {
+    const ptrdiff_t last = (L - 1) * Np;
+    attend(L, Np, Lp, 1, r, k, d, keys, A);
+    attend(L, Np, Lp, -1, r + last, k + last, d + last, keys, A + (L - 1) * Lp + (L - 1));
     for (int t = 0; t < L; ++t) {
         vec diagonal{};
         for (int64_t i = 0; i < Np; i += W) diagonal += at(r + t * Np + i) * at(k + t * Np + i) * at(u + i);
@@ -184,8 +192,8 @@ static __attribute__((noinline)) void attention(int L, int N, int64_t Np, int64_
     }
 }
 
-// The pairs (t, s) of a block's tokens t0, ..., t0 + rows - 1 (`rows` is a literal) with each other and with all tokens s
-// before the block, for W channels. between[s]: the decays between s and the block; taken on to the next block.
+// The pairs (t, s) of a block's tokens t0, ..., t0 + rows - 1 (`rows` is a literal) with each other and with all tokens
+// s before the block, for W channels. between[s]: the decays between s and the block; taken on to the next block.
 WKV6_INLINE void pair_block(const int rows, int t0, ptrdiff_t step, ptrdiff_t g_step, const float* r, const float* k,
                             const float* d, const float* g, float* gr, float* gk, float* gl, float* between) {
     const ptrdiff_t next = g_step > 0 ? 1 : -1;  // from g(t, s) to g(t, s + 1)
@@ -391,7 +399,7 @@ static void forward_head(const Head& h, Carry& c) {
     for (int64_t begin = 0; begin < h.T;) {
         const int L = h.chunk_length(begin, 1);
         const ptrdiff_t start = begin * Np;
-        attention(L, h.N, Np, h.Lp, h.r + start, h.k + start, h.decay + start, h.u, h.products, h.A);
+        attention(L, Np, h.Lp, h.r + start, h.k + start, h.decay + start, h.u, h.products, h.A);
         multiply(L, L, static_cast<int>(Np), h.A, h.Lp, 1, h.v + start, Np, h.y + start, Np, false);
         begin += L;
     }
@@ -415,7 +423,7 @@ static void backward_head(const Head& h, Carry& c) {
         const ptrdiff_t start = begin * Np, last = (L - 1) * Np;
         const float *r = h.r + start, *k = h.k + start, *d = h.decay + start, *gy = h.gy + start;
         float *gr = h.gr + start, *gk = h.gk + start, *gl = h.gl + start;
-        attention(L, N, Np, Lp, r, k, d, h.u, h.products, h.A);
+        attention(L, Np, Lp, r, k, d, h.u, h.products, h.A);
         multiply(L, L, width, h.A, 1, Lp, gy, Np, h.gv + start, Np, false);
         // The gradient of A: gy v^T, with the transposed v in `products`.
         std::memset(h.products, 0, sizeof(float) * N * Lp);
@@ -432,7 +440,8 @@ static void backward_head(const Head& h, Carry& c) {
         }
         const float* corner = h.A + (L - 1) * Lp + (L - 1);
         pair_gradients(L, Np, Lp, 1, r, k, d, h.A, gr, gk, gl, h.products);
-        pair_gradients(L, Np, Lp, -1, r + last, k + last, d + last, corner, gr + last, gk + last, gl + last, h.products);
+        pair_gradients(L, Np, Lp, -1, r + last, k + last, d + last, corner, gr + last, gk + last, gl + last,
+                       h.products);
         begin += L;
     }
     if (h.chunks() > 1) {
@@ -443,5 +452,6 @@ static void backward_head(const Head& h, Carry& c) {
 }
 
 #undef WKV6_INLINE
+#undef WKV6_SHUFFLE
 
 }  // namespace WKV6_ISA

@@ -9,9 +9,7 @@ namespace {
 
 void check(int code) { TORCH_CHECK(code == 0, "wkv6: CUDA error: ", wkv6_cuda_error_string(code)); }
 
-void use_current_stream(wkv6::Call& call) {
-    call.params.stream = c10::cuda::getCurrentCUDAStream().stream();
-}
+void use_current_stream(wkv6::Call& call) { call.params.stream = c10::cuda::getCurrentCUDAStream().stream(); }
 
 at::Tensor forward(const at::Tensor& r, const at::Tensor& k, const at::Tensor& v, const at::Tensor& w,
                    const at::Tensor& u) {
