@@ -26,8 +26,7 @@ __global__ void __launch_bounds__(256) join_states_kernel(const __grid_constant_
 
 // gu[h, c] = sum of its parts in a fixed order. A block has 32 channels of [H, N] and 8 warps.
 __global__ void __launch_bounds__(256) sum_gu_kernel(const __grid_constant__ Job job) {
-    WKV6_SHARED_MEMORY(shared);
-    float* partial = reinterpret_cast<float*>(shared);  // [8][32]
+    float* partial = shared_pointer<float>(shared_memory());  // [8][32]
     const int H = job.params.H, N = job.params.N, channel = blockIdx.x * 32 + (threadIdx.x & 31);
     const int h = channel / N, c = channel % N, parts = job.params.B * job.chunks;
     float sum = 0.f;
@@ -50,6 +49,15 @@ __global__ void __launch_bounds__(256) sum_gu_kernel(const __grid_constant__ Job
     } else {
         static_cast<uint16_t*>(job.params.gu)[i] = Float16::from_float(sum);
     }
+}
+
+int states_shared_bytes(const Plan& plan, bool split) {
+    const auto bytes = [&](auto is_split) {
+        return with_size<is_split()>(plan, [&](auto blocks, auto) {
+            return StatesLayout<is_split(), blocks()>(plan.groups).bytes;
+        });
+    };
+    return split ? bytes(std::true_type{}) : bytes(std::false_type{});
 }
 
 static int shared_memory_limit(size_t& bytes) {
@@ -78,18 +86,16 @@ Plan make_plan(const WKV6Params& params, bool backward) {
     const auto fits = [&](int blocks) {
         plan.blocks = blocks;
         plan.chunks = (total + blocks - 1) / blocks;
-        plan.levels = 0;
-        while (1 << plan.levels < blocks) ++plan.levels;
-        const bool chunked = plan.chunks > 1;
-        plan.shared_bytes = 4 * static_cast<size_t>(backward ? backward_shared_words(plan, split)
-                                                             : forward_shared_words(plan, split));
-        plan.states_shared_bytes = chunked ? 4 * StatesLayout(blocks, plan.groups, split).words : 0;
+        plan.shared_bytes = backward ? backward_shared_bytes(plan, split) : forward_shared_bytes(plan, split);
+        plan.states_shared_bytes = plan.chunks > 1 ? states_shared_bytes(plan, split) : 0;
         return plan.shared_bytes <= limit && plan.states_shared_bytes <= limit;
     };
-    // One chunk where it fits, two equal ones where those fit, else chunks of 64 tokens or fewer.
-    bool found = total <= max_blocks(split) && fits(total);
-    if (!found && !split && (total + 1) / 2 <= 8) found = fits((total + 1) / 2);
-    for (int blocks = total < 4 ? total : 4; !found && blocks > 0; --blocks) found = fits(blocks);
+    // One chunk where it fits, two of 8 blocks where those fit, else chunks of 4 blocks or, with little memory, of one.
+    bool found = false;
+    for (const int blocks : kSizes) found = found || (total <= blocks && blocks <= max_blocks(split) && fits(blocks));
+    if (!found && !split && total <= 16) found = fits(8);
+    if (!found) found = fits(4);
+    if (!found) found = fits(1);
     if (!found || plan.chunks > 32767) {
         plan.error = 1;  // cudaErrorInvalidValue
         return plan;
@@ -106,7 +112,6 @@ Plan make_plan(const WKV6Params& params, bool backward) {
 Job make_job(const WKV6Params& params, const Plan& plan) {
     Job job = {};
     job.params = params;
-    job.blocks = plan.blocks;
     job.chunks = plan.chunks;
     char* workspace = static_cast<char*>(params.workspace);
     job.states = reinterpret_cast<float*>(workspace);
@@ -119,8 +124,12 @@ static int launch_states(const Job& job, const Plan& plan) {
     if (plan.chunks == 1) return 0;
     const int kinds = job.params.gy.data ? 2 : 1;
     const int error = with_types(job.params, [&](auto element, auto w) {
-        return launch(chunk_states_kernel<decltype(element), decltype(w)>, job.params.B * job.params.H,
-                      kinds * plan.chunks, 32 * plan.blocks, plan.states_shared_bytes, job);
+        using Element = decltype(element);
+        using W = decltype(w);
+        return with_size<Element::kSplit>(plan, [&](auto blocks, auto) {
+            return launch(chunk_states_kernel<Element, W, blocks()>, job.params.B * job.params.H, kinds * plan.chunks,
+                          32 * plan.blocks, plan.states_shared_bytes, job);
+        });
     });
     if (error) return error;
     return launch(join_states_kernel, job.params.B * job.params.H * plan.groups * plan.groups,

@@ -16,26 +16,32 @@
 namespace wkv6 {
 
 constexpr float kLog2e = 1.4426950408889634f;
-constexpr float kLargestRate = 109.94717f;  // exp(4.7); exp(-exp(4.7)) = 1.8e-48 is 0 in fp32
+constexpr float kLn2 = 0.6931471805599453f;
+constexpr float kLog2Log2e = 0.5287663729448977f;
+constexpr float kLargestW = 10.f;   // decays are 0 in fp32 from w = 4.7 on, and so are the sums that gw is made of
 constexpr float kNoDecay = -1e30f;  // raw w of a token or channel that does not exist
 
 // w of a channel tile: channels permuted(g) and permuted(8 + g), tokens 4q ... 4q+3.
 template <class W>
-__device__ __forceinline__ void load_w(float (&w)[8], const Head<W>& head, const Place& place) {
-    const int channel = place.first_channel + permuted(lane_id() >> 2);
-    const int token = place.first_token + 4 * (lane_id() & 3);
+__device__ __forceinline__ void load_w(float (&w)[8], const Head<W>& head, const Place& place, const Lane& lane) {
+    const int channel = place.first_channel + permuted(lane.g), token = place.first_token + 4 * lane.q;
+    char* from = head.at(token, channel);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        const int t = token + 2 * (i >> 2) + (i & 1), c = channel + 2 * (i >> 1 & 1);
-        w[i] = kNoDecay;
-        if (t < place.T && c < place.N) w[i] = W::to_float(*head.at(t, c));
+    for (int t = 0; t < 4; ++t) {
+        const int i = 4 * (t >> 1) + (t & 1);
+        w[i] = w[i + 2] = kNoDecay;  // N is a multiple of 4: both channels exist, or none
+        if (token + t < place.T && channel < place.N) {
+            w[i] = W::to_float(*as<typename W::Storage>(from));
+            w[i + 2] = W::to_float(*as<typename W::Storage>(from + 2 * Head<W>::kSize));
+        }
+        from += head.stride;
     }
 }
 
-// exp(w), in place.
+// From w to -log2 of the decay, exp(w) log2(e), in place.
 __device__ __forceinline__ void to_rates(float (&w)[8]) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) w[i] = exp2_fast(w[i] * kLog2e);
+    for (int i = 0; i < 8; ++i) w[i] = exp2_fast(min_or_nan(w[i], kLargestW) * kLog2e + kLog2Log2e);
 }
 
 // Products of the decays of a whole block for this lane's two channels; the same in the four lanes of a channel.
@@ -45,92 +51,126 @@ __device__ __forceinline__ void block_decay(float (&total)[2], const float (&rat
         float sum = (rates[2 * half] + rates[2 * half + 1]) + (rates[2 * half + 4] + rates[2 * half + 5]);
         sum += from_lane_xor<1>(sum);
         sum += from_lane_xor<2>(sum);
-        total[half] = exp2_fast(-sum * kLog2e);
+        total[half] = exp2_fast(-sum);
     }
 }
 
-struct BlockDecay {
-    float inner[2][2];   // decays of the lane's tokens 1 and 2, per channel
-    float before[2][3];  // products from the lane's token 0 to before tokens 1, 2, 3
-    float after[2][3];   // products after the lane's tokens 0, 1, 2 to its token 3
-    float eight[2];      // to the border of level 8
-    float later[2];      // product of the block's decays before the lane's four tokens
-    float earlier[2];    // product of the block's decays after the lane's four tokens
+// Two values that are multiplied as one where operands are bf16.
+template <bool kSplit>
+struct Pair {
+    uint32_t bits;
+    __device__ __forceinline__ Pair() {}
+    __device__ __forceinline__ Pair(float a, float b) : bits(pack_bf16(a, b)) {}
+    __device__ __forceinline__ Pair operator*(const Pair& other) const {
+        Pair out;
+        out.bits = mul_bf16(bits, other.bits);
+        return out;
+    }
+    __device__ __forceinline__ void keep() { wkv6::keep(bits); }
+    // By value: a choice between references would put the arrays they lie in into memory.
+    static __device__ __forceinline__ Pair choose(bool condition, const Pair& yes, const Pair& no) {
+        Pair out;
+        out.bits = condition ? yes.bits : no.bits;
+        return out;
+    }
+    __device__ __forceinline__ void put(Scale<false>& scale, int a) const { scale.pair[a] = bits; }
+};
 
-    __device__ __forceinline__ explicit BlockDecay(const float (&rates)[8]) {
-        const int q = lane_id() & 3;
+template <>
+struct Pair<true> {
+    float first, second;
+    __device__ __forceinline__ Pair() {}
+    __device__ __forceinline__ Pair(float a, float b) : first(a), second(b) {}
+    __device__ __forceinline__ Pair operator*(const Pair& other) const {
+        return Pair(first * other.first, second * other.second);
+    }
+    __device__ __forceinline__ void keep() {
+        wkv6::keep(first);
+        wkv6::keep(second);
+    }
+    static __device__ __forceinline__ Pair choose(bool condition, const Pair& yes, const Pair& no) {
+        return Pair(condition ? yes.first : no.first, condition ? yes.second : no.second);
+    }
+    __device__ __forceinline__ void put(Scale<true>& scale, int a) const {
+        scale.values[2 * a] = first;
+        scale.values[2 * a + 1] = second;
+    }
+};
+
+template <bool kSplit>
+struct BlockDecay {
+    using Two = Pair<kSplit>;
+    Two two[2][2];     // to the border of level 2, of the lane's tokens 0, 1 and 2, 3, per channel
+    Two before[2][2];  // from the lane's token 0 to before each token
+    Two after[2][2];   // after each token to the lane's token 3
+    float eight[2];     // from the lane's four tokens to the border of level 8
+    float later[2];     // product of the block's decays before the lane's four tokens
+    float earlier[2];   // product of the block's decays after the lane's four tokens
+
+    __device__ __forceinline__ BlockDecay(const float (&rates)[8], const Lane& lane) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             float d[4];
 #pragma unroll
-            for (int t = 0; t < 4; ++t) d[t] = exp2_fast(-rates[2 * half + 4 * (t >> 1) + (t & 1)] * kLog2e);
-            inner[half][0] = d[1];
-            inner[half][1] = d[2];
-            before[half][0] = d[0];
-            before[half][1] = d[0] * d[1];
-            before[half][2] = before[half][1] * d[2];
-            after[half][2] = d[3];
-            after[half][1] = d[2] * d[3];
-            after[half][0] = d[1] * after[half][1];
-            const float four = before[half][1] * after[half][1];
+            for (int t = 0; t < 4; ++t) d[t] = exp2_fast(-rates[2 * half + 4 * (t >> 1) + (t & 1)]);
+            two[half][0] = Two(d[1], 1.f);
+            two[half][1] = Two(1.f, d[2]);
+            const float first = d[0] * d[1], last = d[2] * d[3];
+            before[half][0] = Two(1.f, d[0]);
+            before[half][1] = Two(first, first * d[2]);
+            after[half][0] = Two(d[1] * last, last);
+            after[half][1] = Two(d[3], 1.f);
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                two[half][i].keep();
+                before[half][i].keep();
+                after[half][i].keep();
+            }
+            const float four = first * last;
             const float beside = from_lane_xor<1>(four);
             const float other = from_lane_xor<2>(four * beside);
-            eight[half] = q == 0 || q == 3 ? beside : 1.f;
-            later[half] = (q & 1 ? beside : 1.f) * (q & 2 ? other : 1.f);
-            earlier[half] = (q & 1 ? 1.f : beside) * (q & 2 ? 1.f : other);
+            eight[half] = lane.q == 0 || lane.q == 3 ? beside : 1.f;
+            later[half] = (lane.q & 1 ? beside : 1.f) * (lane.q & 2 ? other : 1.f);
+            earlier[half] = (lane.q & 1 ? 1.f : beside) * (lane.q & 2 ? 1.f : other);
         }
     }
 
-    __device__ __forceinline__ void level2(float (&x)[8]) const {
+    // Levels 2, 4 and 8.
+    template <int kLevel>
+    __device__ __forceinline__ Scale<kSplit> inside(const Lane& lane) const {
+        Scale<kSplit> scale;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            x[2 * half] = inner[half][0];
-            x[2 * half + 1] = 1.f;
-            x[2 * half + 4] = 1.f;
-            x[2 * half + 5] = inner[half][1];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                if constexpr (kLevel == 2) {
+                    two[half][i].put(scale, half + 2 * i);
+                } else {
+                    const bool is_later = kLevel == 4 ? lane.q & 1 : lane.q >> 1;
+                    const Two here = Two::choose(is_later, before[half][i], after[half][i]);
+                    if (kLevel == 4) here.put(scale, half + 2 * i);
+                    if (kLevel == 8) (here * Two(eight[half], eight[half])).put(scale, half + 2 * i);
+                }
+            }
         }
+        return scale;
     }
-
-    __device__ __forceinline__ void level4(float (&x)[8]) const {
-        const float one[2] = {1.f, 1.f};
-        quads(x, lane_id() & 1, one);
-    }
-
-    __device__ __forceinline__ void level8(float (&x)[8]) const { quads(x, lane_id() >> 1 & 1, eight); }
 
     // Level 16 and up. is_later: this block is in the later half; between: product of the decays of the blocks between
     // this one and the border, per channel.
-    __device__ __forceinline__ void blocks(float (&x)[8], bool is_later, const float (&between)[2]) const {
-        float outer[2];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) outer[half] = (is_later ? later[half] : earlier[half]) * between[half];
-        quads(x, is_later, outer);
-    }
-
-private:
-    __device__ __forceinline__ void quads(float (&x)[8], bool is_later, const float (&outer)[2]) const {
+    __device__ __forceinline__ Scale<kSplit> across(bool is_later, const float (&between)[2]) const {
+        Scale<kSplit> scale;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            x[2 * half] = outer[half] * (is_later ? 1.f : after[half][0]);
-            x[2 * half + 1] = outer[half] * (is_later ? before[half][0] : after[half][1]);
-            x[2 * half + 4] = outer[half] * (is_later ? before[half][1] : after[half][2]);
-            x[2 * half + 5] = outer[half] * (is_later ? before[half][2] : 1.f);
+            const float outer = (is_later ? later[half] : earlier[half]) * between[half];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const Two here = Two::choose(is_later, before[half][i], after[half][i]);
+                (here * Two(outer, outer)).put(scale, half + 2 * i);
+            }
         }
+        return scale;
     }
 };
-
-// How the blocks of a sequence meet -----------------------------------------------------------------------------------
-
-// The m of level 16 * 2^m at which two different blocks meet.
-__device__ __forceinline__ int meeting_level(int block, int other) {
-#ifdef WKV6_EMULATE
-    return 31 - __builtin_clz(block ^ other);
-#else
-    return 31 - __clz(block ^ other);
-#endif
-}
-
-// Of the other blocks, number i: 0 ... blocks - 2.
-__device__ __forceinline__ int other_block(int block, int i) { return i + (i >= block); }
 
 }  // namespace wkv6

@@ -3,13 +3,13 @@
 
 namespace wkv6 {
 
-int forward_shared_words(const Plan& plan, bool split) {
-    const auto words = [&](auto is_split) {
+int forward_shared_bytes(const Plan& plan, bool split) {
+    const auto bytes = [&](auto is_split) {
         return with_size<is_split()>(plan, [&](auto blocks, auto chunked) {
-            return ForwardLayout<is_split(), blocks(), chunked()>(plan.blocks, plan.groups, plan.levels).words;
+            return ForwardLayout<is_split(), blocks(), chunked()>(plan.groups).bytes;
         });
     };
-    return split ? words(std::true_type{}) : words(std::false_type{});
+    return split ? bytes(std::true_type{}) : bytes(std::false_type{});
 }
 
 int launch_forward(const Job& job, const Plan& plan) {

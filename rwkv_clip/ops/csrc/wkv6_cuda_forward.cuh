@@ -5,168 +5,170 @@
 
 namespace wkv6 {
 
-// Shared memory of the forward kernel, in 32-bit words. What the loop over channel groups uses has constant addresses.
-template <bool kSplit, int kMaxBlocks, bool kChunked>
+// Shared memory of the forward kernel, in bytes. What the loop over channel groups uses has constant addresses.
+template <bool kSplit, int kBlocks, bool kChunked>
 struct ForwardLayout {
-    static constexpr int kTile = kSplit ? 2 * kTileWords : kTileWords;
-    static constexpr int kMaxLevels = max_levels(kMaxBlocks);
-    static constexpr int kSharedK = 0;                                               // [parity][level][block]
-    static constexpr int kScaledR = kSharedK + 2 * kMaxLevels * kMaxBlocks * kTile;  // [level][block]
-    static constexpr int kOwn = kScaledR + kMaxLevels * kMaxBlocks * kTile;          // [block][2]
-    static constexpr int kFixed = kOwn + 2 * kMaxBlocks * kTile;
-    int totals, between, v, sides, words;
+    static constexpr int kTile = kSplit ? 2 * kTileBytes : kTileBytes;
+    static constexpr int kLevels = Meeting<kBlocks>::kLevels;
+    static constexpr int kScaledK = 0;                                        // [parity][level][block]
+    static constexpr int kScaledR = kScaledK + 2 * kLevels * kBlocks * kTile;  // [level][block]
+    static constexpr int kOwn = kScaledR + kLevels * kBlocks * kTile;          // [block][4]
+    static constexpr int kFixed = kOwn + 4 * kBlocks * kTile;
+    int u, totals, between, v, sides, bytes;
 
-    __host__ __device__ ForwardLayout(int blocks, int groups, int levels) {
-        totals = kFixed;                                                     // [block][channel], float
-        between = totals + blocks * groups * 16;                             // [level - 1][block][channel], float
-        v = between + (levels > 1 ? levels - 1 : 0) * blocks * groups * 16;  // [group][block]
-        sides = v + blocks * groups * kTile;                                 // [side][group][block]
-        words = sides + (kChunked ? blocks * 2 * groups * kTile : 0);
+    __host__ __device__ explicit ForwardLayout(int groups) {
+        u = kFixed;                                                             // [channel], float
+        totals = u + groups * 64;                                               // [block][channel], float
+        between = totals + kBlocks * groups * 64;                               // [level - 1][block][channel], float
+        v = between + (kLevels > 1 ? kLevels - 1 : 0) * kBlocks * groups * 64;  // [group][block]
+        sides = v + kBlocks * groups * kTile;                                   // [side][group][block]
+        bytes = sides + (kChunked ? kBlocks * 2 * groups * kTile : 0);
     }
 };
 
-template <class Element, class W, int kMaxBlocks, bool kChunked>
-__global__ void __launch_bounds__(32 * kMaxBlocks, min_thread_blocks(false, Element::kSplit, kMaxBlocks))
+template <class Element, class W, int kBlocks, bool kChunked>
+__global__ void __launch_bounds__(32 * kBlocks, forward_occupancy(Element::kSplit, kBlocks))
     forward_kernel(const __grid_constant__ Job job) {
-    WKV6_SHARED_MEMORY(shared);
+    const Address shared = shared_memory();
     constexpr bool kSplit = Element::kSplit;
-    const Work work(job);
-    const WKV6Params& params = job.params;
-    using Layout = ForwardLayout<kSplit, kMaxBlocks, kChunked>;
+    using Layout = ForwardLayout<kSplit, kBlocks, kChunked>;
+    using Meet = Meeting<kBlocks>;
     constexpr int kTile = Layout::kTile;
-    const Layout layout(work.blocks, work.groups, work.levels);
+    const Lane lane;
+    const Work work(job, kBlocks);
+    const Layout layout(work.groups);
+    const WKV6Params& params = job.params;
     const Head<Element> r(params.r, work.b, work.h), k(params.k, work.b, work.h), v(params.v, work.b, work.h);
     const Head<W> w(params.w, work.b, work.h);
-    float* totals = reinterpret_cast<float*>(shared + layout.totals);
-    float* between = reinterpret_cast<float*>(shared + layout.between);
+    float* u = shared_pointer<float>(shared + layout.u);
+    float* totals = shared_pointer<float>(shared + layout.totals);
+    float* between = shared_pointer<float>(shared + layout.between);
     const auto k_tile = [&](int parity, int m, int block) {
-        return shared + Layout::kSharedK + ((parity * Layout::kMaxLevels + m) * kMaxBlocks + block) * kTile;
+        return shared + Layout::kScaledK + ((parity * Layout::kLevels + m) * kBlocks + block) * kTile;
     };
-    const auto r_tile = [&](int m) { return shared + Layout::kScaledR + (m * kMaxBlocks + work.block) * kTile; };
-    const auto own_tile = [&](int i) { return shared + Layout::kOwn + (work.block * 2 + i) * kTile; };
-    const auto v_tile = [&](int block, int group) { return shared + layout.v + (group * work.blocks + block) * kTile; };
+    const auto r_tile = [&](int m) { return shared + Layout::kScaledR + (m * kBlocks + work.block) * kTile; };
+    const auto own_tile = [&](int i) { return shared + Layout::kOwn + (work.block * 4 + i) * kTile; };
+    const auto v_tile = [&](int block, int group) { return shared + layout.v + (group * kBlocks + block) * kTile; };
     const auto side_tile = [&](int side, int group) {
-        return shared + layout.sides + ((side * work.groups + group) * work.blocks + work.block) * kTile;
+        return shared + layout.sides + ((side * work.groups + group) * kBlocks + work.block) * kTile;
     };
 
-    prefetch_rows(r, work.place(job, 0));
-    prefetch_rows(k, work.place(job, 0));
+    prefetch_rows(r, work.place(job, 0), lane);
+    prefetch_rows(k, work.place(job, 0), lane);
 #pragma unroll 4
     for (int group = 0; group < work.groups; ++group) {
         Rows<Element> rows;
-        rows.load(v, work.place(job, group));
-        store(v_tile(work.block, group), rows.operand());
+        rows.load(v, work.place(job, group), lane);
+        store(v_tile(work.block, group), rows.operand(), lane);
     }
-    write_block_decays(totals, w, job, work);
+    load_u(u, job, work);
+    write_block_decays(totals, w, job, work, lane);
     __syncthreads();
-    write_decays_between(between, totals, work);
+    write_decays_between<kBlocks>(between, totals, work, lane);
 
     PairsInside inside;
-    float across[kMaxBlocks - 1][8] = {};   // the other blocks
+    float across[Meet::kSlots][8] = {};
 
     Rows<Element> next_r, next_k;
-    float next_rates[8];
-    next_r.load(r, work.place(job, 0));
-    next_k.load(k, work.place(job, 0));
-    load_w(next_rates, w, work.place(job, 0));
+    float next_w[8];
+    next_r.load(r, work.place(job, 0), lane);
+    next_k.load(k, work.place(job, 0), lane);
+    load_w(next_w, w, work.place(job, 0), lane);
 
+#pragma unroll 1
     for (int group = 0; group < work.groups; ++group) {
-        to_rates(next_rates);
-        const BlockDecay decay(next_rates);
-        store(own_tile(0), next_r.operand());
-        store(own_tile(1), next_k.operand());
+        to_rates(next_w);
+        const BlockDecay<kSplit> decay(next_w, lane);
+        store(own_tile(2), next_r.operand(), lane);
+        store(own_tile(3), next_k.operand(), lane);
         if (group + 1 < work.groups) {
-            next_r.load(r, work.place(job, group + 1));
-            next_k.load(k, work.place(job, group + 1));
-            load_w(next_rates, w, work.place(job, group + 1));
+            const Place place = work.place(job, group + 1);
+            next_r.load(r, place, lane);
+            next_k.load(k, place, lane);
+            load_w(next_w, w, place, lane);
         }
         __syncwarp();
-        const Operand<kSplit> r_channels = exchanged(load_transposed<kSplit>(own_tile(0)));
-        const Operand<kSplit> k_channels = exchanged(load_transposed<kSplit>(own_tile(1)));
-        __syncwarp();
+        const Operand<kSplit> r_channels = left_columns<kSplit>(own_tile(2), lane);
+        const Operand<kSplit> k_channels = left_columns<kSplit>(own_tile(3), lane);
 
-        Scale<kSplit> scale;
-        Operand<kSplit> scaled;
-#pragma unroll 1
-        for (int m = 0; m < work.levels; ++m) {
-            block_scale(scale, decay, between, work, group, m);
-            multiply(scaled, r_channels, scale);
-            store(r_tile(m), scaled);
-            multiply(scaled, k_channels, scale);
-            store(k_tile(group & 1, m, work.block), scaled);
+#pragma unroll
+        for (int m = 0; m < Meet::kLevels; ++m) {
+            if (!Meet::has_level(work.block, m)) continue;
+            const Scale<kSplit> scale = scale_across<kSplit, kBlocks>(decay, between, work, group, m, lane);
+            store(r_tile(m), multiply(r_channels, scale), lane);
+            store(k_tile(group & 1, m, work.block), multiply(k_channels, scale), lane);
         }
         if constexpr (kChunked) {
             for (int side = 0; side < 2; ++side) {
-                chunk_scale(scale, decay, totals, work, group, side);
-                multiply(scaled, r_channels, scale);
-                store(side_tile(side, group), scaled);
+                const Scale<kSplit> scale = scale_to_chunk<kSplit, kBlocks>(decay, totals, work, group, side, lane);
+                store(side_tile(side, group), multiply(r_channels, scale), lane);
             }
         }
-
         {
-            float u[2], r_values[8], k_values[8];
-            load_u(u, job, work, group);
+            float r_values[8], k_values[8];
             get_values(r_values, r_channels);
             get_values(k_values, k_channels);
-            inside.add_near(r_values, k_values, u);
+            const float* from = u + 16 * group + permuted(lane.g);
+            const float u_values[2] = {from[0], from[2]};
+            inside.add_near(r_values, k_values, u_values);
         }
-#pragma unroll
-        for (int level = 1; level < 4; ++level) {
-            if (work.tokens <= 1 << level) continue;
-            if (level == 1) decay.level2(scale.value);
-            if (level == 2) decay.level4(scale.value);
-            if (level == 3) decay.level8(scale.value);
-            scale.round();
-            multiply(scaled, r_channels, scale);
-            store(own_tile(0), scaled);
-            multiply(scaled, k_channels, scale);
-            store(own_tile(1), scaled);
-            __syncwarp();
-            inside.add_level(level, exchanged(load_transposed<kSplit>(own_tile(0))),
-                             load_transposed<kSplit>(own_tile(1)));
-            __syncwarp();
+        if (!work.alone) {
+            const auto add_level = [&](auto level) {
+                constexpr int kLevel = decltype(level)::value;
+                const Scale<kSplit> scale = decay.template inside<kLevel>(lane);
+                const Address tiles = own_tile(kLevel == 4 ? 2 : 0);
+                store(tiles, multiply(r_channels, scale), lane);
+                store(tiles + kTile, multiply(k_channels, scale), lane);
+                __syncwarp();
+                inside.template add_level<kLevel>(left_columns<kSplit>(tiles, lane),
+                                                  right_columns<kSplit>(tiles + kTile, lane), lane);
+            };
+            add_level(Constant<8>{});
+            add_level(Constant<4>{});
+            add_level(Constant<2>{});
         }
-
         __syncthreads();
-#pragma unroll
-        for (int i = 0; i < kMaxBlocks - 1; ++i) {
-            const int other = other_block(work.block, i);
-            if (other >= work.blocks) continue;
-            const int m = meeting_level(work.block, other);
-            product(across[i], exchanged(load_transposed<kSplit>(r_tile(m))),
-                    load_transposed<kSplit>(k_tile(group & 1, m, other)));
-        }
+        for_each<Meet::kLevels>([&](auto level) {
+            constexpr int m = decltype(level)::value;
+            if (!Meet::has_level(work.block, m)) return;
+            const Operand<kSplit> left = left_columns<kSplit>(r_tile(m), lane);
+            Meet::template for_each_other<m>(work.block, [&](auto slot, int other) {
+                add_product(across[decltype(slot)::value], left, right_columns<kSplit>(k_tile(group & 1, m, other), lane),
+                            lane);
+            });
+        });
     }
 
-    const Operand<kSplit> own_weights = inside.result<kSplit>();
-    Operand<kSplit> other_weights[kMaxBlocks - 1];
+    const Operand<kSplit> own_weights = inside.result<kSplit>(lane);
+    Operand<kSplit> other_weights[Meet::kSlots];
 #pragma unroll
-    for (int i = 0; i < kMaxBlocks - 1; ++i) set_values(other_weights[i], across[i]);
+    for (int slot = 0; slot < Meet::kSlots; ++slot) set_values(other_weights[slot], across[slot]);
 
     const Head<Element> y(params.y, work.b, work.h);
+#pragma unroll 1
     for (int group = 0; group < work.groups; ++group) {
-        float sums[8] = {};
-        product(sums, own_weights, load_transposed<kSplit>(v_tile(work.block, group)));
-#pragma unroll
-        for (int i = 0; i < kMaxBlocks - 1; ++i) {
-            const int other = other_block(work.block, i);
-            if (other >= work.blocks) continue;
-            product(sums, other_weights[i], load_transposed<kSplit>(v_tile(other, group)));
-        }
+        float sums[8];
+        new_product(sums, own_weights, right_columns<kSplit>(v_tile(work.block, group), lane), lane);
+        for_each<Meet::kLevels>([&](auto level) {
+            Meet::template for_each_other<decltype(level)::value>(work.block, [&](auto slot, int other) {
+                add_product(sums, other_weights[decltype(slot)::value], right_columns<kSplit>(v_tile(other, group), lane),
+                            lane);
+            });
+        });
         if constexpr (kChunked) {
             for (int side = 0; side < 2; ++side) {
                 if (!has_state(job, work, side)) continue;
 #pragma unroll 1
                 for (int key_group = 0; key_group < work.groups; ++key_group) {
                     __syncwarp();
-                    store(own_tile(0), load_state<kSplit>(job, work, 0, side, key_group, group));
+                    store(own_tile(0), load_state<kSplit>(job, work, 0, side, key_group, group, lane), lane);
                     __syncwarp();
-                    product(sums, exchanged(load_transposed<kSplit>(side_tile(side, key_group))),
-                            load_transposed<kSplit>(own_tile(0)));
+                    add_product(sums, left_columns<kSplit>(side_tile(side, key_group), lane),
+                                right_columns<kSplit>(own_tile(0), lane), lane);
                 }
             }
         }
-        write_rows(y, work.place(job, group), sums);
+        write_rows(y, work.place(job, group), sums, lane);
     }
 }
 

@@ -1,48 +1,40 @@
 // What all WKV6 kernels are given, and the part of a block's work that they share.
 #pragma once
 
+#include <type_traits>
+#include <utility>
+
 #include "wkv6_cuda_decay.cuh"
 
 namespace wkv6 {
 
-// A sequence is cut into chunks of `blocks` blocks of 16 tokens; one thread block computes a chunk of a head, one warp
-// a block. Chunks meet through states, of which there are none when there is one chunk.
+// A sequence is cut into chunks of blocks of 16 tokens; one thread block computes a chunk of a head, one warp a block.
+// Chunks meet through states, of which there are none when there is one chunk.
 struct Job {
     WKV6Params params;
-    int blocks;
     int chunks;
     float* states;        // see wkv6_cuda_states.cuh
     float* chunk_decays;  // [head, chunk, channels]: product of a chunk's decays
     float* gu_parts;      // [head, chunk, N]
 };
 
-constexpr int max_levels(int max_blocks) { return max_blocks <= 2 ? max_blocks - 1 : max_blocks <= 4 ? 2 : 3; }
-
-// How many thread blocks of a kernel a multiprocessor is to hold, by which the compiler limits registers.
-constexpr int min_thread_blocks(bool backward, bool split, int max_blocks) {
-    return split || max_blocks > 5 ? 1 : backward ? (max_blocks > 4 ? 2 : 3) : (max_blocks > 4 ? 3 : 4);
-}
-
 // Sizes and indices that follow from a Job, for the warp that asks.
 struct Work {
-    int head, b, h, chunk;
-    int block, blocks;      // the warp's block within the chunk, and their number
-    int groups, channels;   // of 16 channels; 16 groups
-    int levels;             // 16 * 2^m, m < levels, join the blocks
-    int first_token, tokens;  // of the warp's block; tokens <= 16, may be 0 in the last chunk
+    int head, b, h, chunk, block;
+    int groups, channels;  // of 16 channels; 16 groups
+    int first_token;       // of the warp's block
+    bool alone;            // the block has one token at most
 
-    __device__ __forceinline__ explicit Work(const Job& job) {
+    __device__ __forceinline__ Work(const Job& job, int blocks) {
         head = blockIdx.x;
         b = head / job.params.H;
         h = head % job.params.H;
         chunk = blockIdx.y;
         block = warp_id();
-        blocks = job.blocks;
         groups = (job.params.N + 15) / 16;
         channels = 16 * groups;
-        levels = blocks > 1 ? meeting_level(blocks - 1, 0) + 1 : 0;
         first_token = 16 * (chunk * blocks + block);
-        tokens = min(16, max(0, job.params.T - first_token));
+        alone = first_token + 1 >= job.params.T;
     }
 
     __device__ __forceinline__ Place place(const Job& job, int group) const {
@@ -50,19 +42,77 @@ struct Work {
     }
 };
 
+template <int kValue>
+using Constant = std::integral_constant<int, kValue>;
+
+// function(Constant<0>), ... function(Constant<kCount - 1>): indices that are constants also where a loop is not unrolled.
+template <class Function, int... kIndices>
+__device__ __forceinline__ void for_each_index(Function&& function, std::integer_sequence<int, kIndices...>) {
+    (function(Constant<kIndices>{}), ...);
+}
+
+template <int kCount, class Function>
+__device__ __forceinline__ void for_each(Function&& function) {
+    for_each_index(function, std::make_integer_sequence<int, kCount>{});
+}
+
+// How many thread blocks of a kernel a multiprocessor is to hold, by which the compiler limits registers.
+constexpr int forward_occupancy(bool split, int blocks) { return split || blocks > 5 ? 1 : blocks > 4 ? 3 : 4; }
+constexpr int backward_occupancy(bool split, int blocks) { return split || blocks > 5 ? 1 : blocks > 4 ? 2 : 3; }
+
+// How the kBlocks blocks of a chunk meet. At level 16 * 2^m a block meets the blocks of the neighbouring half of 2^m
+// blocks: for i < 2^m block other(block, m, i), or none (-1). What a warp keeps for each of the other blocks has
+// number slot(m, i), so that it stays in registers. Blocks past the sequence's end are empty, not absent.
+template <int kBlocks>
+struct Meeting {
+    static_assert(kBlocks == 1 || kBlocks == 2 || kBlocks == 4 || kBlocks == 5 || kBlocks == 8, "");
+    static constexpr int kLevels = kBlocks == 1 ? 0 : kBlocks == 2 ? 1 : kBlocks == 4 ? 2 : 3;
+    static constexpr int kSlots = kBlocks > 1 ? kBlocks - 1 : 1;
+
+    // Of five blocks the last one meets all others at level 64, in the slots of levels that it does not have.
+    static __host__ __device__ constexpr int slot(int m, int i) {
+        return kBlocks == 5 && m == 2 ? (i == 0 ? 3 : i - 1) : (1 << m) + i - 1;
+    }
+
+    static constexpr bool kMayBeNone = kBlocks == 5;
+    static __device__ __forceinline__ int other(int block, int m, int i) {
+        if constexpr (kBlocks == 5) {
+            if (m == 2) return block == 4 ? i : i == 0 ? 4 : -1;
+            if (block == 4) return -1;
+        }
+        return block ^ ((1 << m) + i);
+    }
+
+    // function(slot, other block) for the blocks that a block meets at a level.
+    template <int kLevel, class Function>
+    static __device__ __forceinline__ void for_each_other(int block, Function&& function) {
+        for_each<1 << kLevel>([&](auto index) {
+            constexpr int i = decltype(index)::value;
+            constexpr int kSlot = slot(kLevel, i);
+            const int there = other(block, kLevel, i);
+            if (!kMayBeNone || there >= 0) function(Constant<kSlot>{}, there);
+        });
+    }
+
+    static __device__ __forceinline__ bool has_level(int block, int m) { return kBlocks != 5 || m == 2 || block < 4; }
+
+    static __device__ __forceinline__ bool is_later(int block, int m) { return block >> m & 1; }
+};
+
 // Writes the decay of the warp's block to totals[block * channels + c].
 template <class W>
-__device__ __forceinline__ void write_block_decays(float* totals, const Head<W>& w, const Job& job, const Work& work) {
+__device__ __forceinline__ void write_block_decays(float* totals, const Head<W>& w, const Job& job, const Work& work,
+                                                   const Lane& lane) {
 #pragma unroll 2
     for (int group = 0; group < work.groups; ++group) {
         float rates[8], total[2];
-        load_w(rates, w, work.place(job, group));
+        load_w(rates, w, work.place(job, group), lane);
         to_rates(rates);
         block_decay(total, rates);
-        if ((lane_id() & 3) == 0) {
-            const int c = 16 * group + permuted(lane_id() >> 2);
-            totals[work.block * work.channels + c] = total[0];
-            totals[work.block * work.channels + c + 2] = total[1];
+        if (lane.q == 0) {
+            float* to = totals + work.block * work.channels + 16 * group + permuted(lane.g);
+            to[0] = total[0];
+            to[2] = total[1];
         }
     }
 }
@@ -75,80 +125,79 @@ __device__ __forceinline__ float decay_of_blocks(const float* totals, int channe
 }
 
 // The decay between the warp's block and the border at which it meets the other half of level 16 * 2^m, for m >= 1, to
-// between[((m - 1) * blocks + block) * channels + c]. Read by the same warp only.
-__device__ __forceinline__ void write_decays_between(float* between, const float* totals, const Work& work) {
-    for (int m = 1; m < work.levels; ++m) {
+// between[((m - 1) * kBlocks + block) * channels + c]. Read by the same warp only.
+template <int kBlocks>
+__device__ __forceinline__ void write_decays_between(float* between, const float* totals, const Work& work,
+                                                     const Lane& lane) {
+#pragma unroll
+    for (int m = 1; m < Meeting<kBlocks>::kLevels; ++m) {
         const int start = work.block >> m << m;
-        const bool is_later = work.block >> m & 1;
+        const bool is_later = Meeting<kBlocks>::is_later(work.block, m);
         const int first = is_later ? start : work.block + 1;
-        const int last = is_later ? work.block : min(start + (1 << m), work.blocks);
-        float* row = between + ((m - 1) * work.blocks + work.block) * work.channels;
-        for (int c = lane_id(); c < work.channels; c += 32) {
+        const int last = is_later ? work.block : min(start + (1 << m), kBlocks);
+        float* row = between + ((m - 1) * kBlocks + work.block) * work.channels;
+        for (int c = lane.id; c < work.channels; c += 32) {
             row[c] = decay_of_blocks(totals, work.channels, c, first, last);
         }
     }
     __syncwarp();
 }
 
-// A row of [.., channels] for the lane's two channels of a group.
-__device__ __forceinline__ void get_channels(float (&out)[2], const float* row, int group) {
-    const int c = 16 * group + permuted(lane_id() >> 2);
-    out[0] = row[c];
-    out[1] = row[c + 2];
-}
-
-template <bool kSplit>
-__device__ __forceinline__ void block_scale(Scale<kSplit>& scale, const BlockDecay& decay, const float* between,
-                                            const Work& work, int group, int m) {
+// Scale of level 16 * 2^m.
+template <bool kSplit, int kBlocks>
+__device__ __forceinline__ Scale<kSplit> scale_across(const BlockDecay<kSplit>& decay, const float* between,
+                                                      const Work& work, int group, int m, const Lane& lane) {
     float outer[2] = {1.f, 1.f};
-    if (m > 0) get_channels(outer, between + ((m - 1) * work.blocks + work.block) * work.channels, group);
-    decay.blocks(scale.value, work.block >> m & 1, outer);
-    scale.round();
+    if (m > 0) {
+        const float* row = between + ((m - 1) * kBlocks + work.block) * work.channels + 16 * group + permuted(lane.g);
+        outer[0] = row[0];
+        outer[1] = row[2];
+    }
+    return decay.across(Meeting<kBlocks>::is_later(lane.warp, m), outer);
 }
 
-// u of the lane's two channels of a group; 0 outside N.
-__device__ __forceinline__ void load_u(float (&u)[2], const Job& job, const Work& work, int group) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int c = 16 * group + permuted(8 * half + (lane_id() >> 2));
+// u[channels] in fp32, 0 outside N, by the whole thread block.
+__device__ __forceinline__ void load_u(float* to, const Job& job, const Work& work) {
+    for (int c = threadIdx.x; c < work.channels; c += blockDim.x) {
         const int i = work.h * job.params.N + c;
-        u[half] = 0.f;
-        if (c >= job.params.N) continue;
-        if (job.params.u_dtype == WKV6_FLOAT32) {
-            u[half] = static_cast<const float*>(job.params.u)[i];
-        } else if (job.params.u_dtype == WKV6_BFLOAT16) {
-            u[half] = Bfloat16::to_float(static_cast<const uint16_t*>(job.params.u)[i]);
-        } else {
-            u[half] = Float16::to_float(static_cast<const uint16_t*>(job.params.u)[i]);
+        float u = 0.f;
+        if (c < job.params.N) {
+            if (job.params.u_dtype == WKV6_FLOAT32) {
+                u = static_cast<const float*>(job.params.u)[i];
+            } else if (job.params.u_dtype == WKV6_BFLOAT16) {
+                u = Bfloat16::to_float(static_cast<const uint16_t*>(job.params.u)[i]);
+            } else {
+                u = Float16::to_float(static_cast<const uint16_t*>(job.params.u)[i]);
+            }
         }
+        to[c] = u;
     }
 }
 
-// Pairs inside a block ------------------------------------------------------------------------------------------------
-
 // The weights of the pairs of one block [16 rows, 16 columns], summed channel group by channel group. Each pair counts
-// at the level at which its tokens meet.
+// at the level at which its tokens meet. Rows 8 half + g and columns 8 half + 2q, + 1 of a lane are tokens of the quads
+// g / 2 and q of the block: those in other quads meet at level 8 or 4, those in the same one at level 2 or 1.
 struct PairsInside {
     float weights[8] = {};    // levels 2, 4, 8
     float diagonal[4] = {};   // the lane's four tokens with themselves
     float neighbour[4] = {};  // the lane's four tokens (rows) with their partners in level 1 (columns)
 
-    // A product over the channels for one level (1 ... 3: levels 2, 4, 8), of which the level's own pairs are kept.
-    template <bool kSplit>
-    __device__ __forceinline__ void add_level(int level, const Operand<kSplit>& left, const Operand<kSplit>& right) {
-        const int g = lane_id() >> 2, apart = (g >> 1) ^ (lane_id() & 3);
+    // A product over the channels for one level, of which the level's own pairs are kept.
+    template <int kLevel, bool kSplit>
+    __device__ __forceinline__ void add_level(const Operand<kSplit>& left, const Operand<kSplit>& right,
+                                              const Lane& lane) {
+        const int apart = (lane.g >> 1) ^ lane.q;
         float sums[8];
-#pragma unroll
-        for (int i = 0; i < 8; ++i) sums[i] = weights[i];
-        product(sums, left, right);
+        product(sums, left, right, weights, lane);
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-            if (level == 1 && (i >> 1 & 1) == i >> 2) continue;
-            if (level == 3 ? apart >= 2 : level == 2 ? apart == 1 : apart == 0) weights[i] = sums[i];
+            if (kLevel == 2 && (i >> 1 & 1) == i >> 2) continue;
+            const bool mine = kLevel == 8 ? apart >= 2 : kLevel == 4 ? apart == 1 : apart == 0;
+            weights[i] = mine ? sums[i] : weights[i];
         }
     }
 
-    // Channel tiles of rows and columns; u of the lane's two channels.
+    // Values of the channel tiles of rows and columns; u of the lane's two channels.
     __device__ __forceinline__ void add_near(const float (&rows)[8], const float (&columns)[8], const float (&u)[2]) {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
@@ -159,8 +208,7 @@ struct PairsInside {
     }
 
     template <bool kSplit>
-    __device__ __forceinline__ Operand<kSplit> result() {
-        const int g = lane_id() >> 2;
+    __device__ __forceinline__ Operand<kSplit> result(const Lane& lane) {
 #pragma unroll
         for (int t = 0; t < 4; ++t) {
             diagonal[t] += from_lane_xor<4>(diagonal[t]);
@@ -171,12 +219,12 @@ struct PairsInside {
             neighbour[t] += from_lane_xor<16>(neighbour[t]);
         }
         // Row 8 half + g is the lane's token 2 half + g % 2 where g / 2 = q.
-        if ((g >> 1) == (lane_id() & 3)) {
+        if ((lane.g >> 1) == lane.q) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const int i = 6 * half;  // row half and column half the same
-                weights[i] = g & 1 ? neighbour[2 * half + 1] : diagonal[2 * half];
-                weights[i + 1] = g & 1 ? diagonal[2 * half + 1] : neighbour[2 * half];
+                weights[i] = lane.g & 1 ? neighbour[2 * half + 1] : diagonal[2 * half];
+                weights[i + 1] = lane.g & 1 ? diagonal[2 * half + 1] : neighbour[2 * half];
             }
         }
         Operand<kSplit> out;
@@ -184,21 +232,5 @@ struct PairsInside {
         return out;
     }
 };
-
-// The pairs of a block that meet at a level (0 ... 3: levels 1, 2, 4, 8); all others 0.
-template <bool kSplit>
-__device__ __forceinline__ Operand<kSplit> pairs_of_level(Operand<kSplit> all, int level) {
-    const int g = lane_id() >> 2, apart = (g >> 1) ^ (lane_id() & 3);
-    const bool mine = level == 3 ? apart >= 2 : level == 2 ? apart == 1 : apart == 0;
-#pragma unroll
-    for (int a = 0; a < 4; ++a) {
-        const bool same_half = (a & 1) == (a >> 1);
-        uint32_t mask = mine ? 0xffffffffu : 0u;
-        if (level == 1 && same_half) mask = 0u;
-        if (level == 0) mask &= same_half ? (g & 1 ? 0x0000ffffu : 0xffff0000u) : 0u;
-        mask_pair(all, a, mask);
-    }
-    return all;
-}
 
 }  // namespace wkv6

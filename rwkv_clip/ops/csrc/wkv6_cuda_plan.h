@@ -9,7 +9,7 @@
 namespace wkv6 {
 
 struct Plan {
-    int blocks, chunks, groups, levels;
+    int blocks, chunks, groups;
     size_t shared_bytes;         // of the main kernel
     size_t states_shared_bytes;  // of chunk_states_kernel
     size_t states_bytes, decays_bytes, gu_bytes;  // workspace, in this order
@@ -21,25 +21,27 @@ struct Plan {
 Plan make_plan(const WKV6Params& params, bool backward);
 Job make_job(const WKV6Params& params, const Plan& plan);
 
-// The kernels are compiled for up to 4, 5 and 8 blocks; two bf16 parts are too many registers for 8.
+// Numbers of blocks that the kernels are compiled for. With two bf16 parts, 8 are too many registers.
+constexpr int kSizes[] = {4, 5, 8};
 constexpr int max_blocks(bool split) { return split ? 5 : 8; }
 
-// Calls function(blocks, chunked) with constants for which the kernels exist.
+// Calls function(blocks, chunked) with constants.
 template <bool kSplit, class Function>
 auto with_size(const Plan& plan, Function function) {
     const std::true_type chunked;
     const std::false_type whole;
     if (plan.chunks > 1) {
         if constexpr (!kSplit) {
-            if (plan.blocks > 4) return function(std::integral_constant<int, 8>{}, chunked);
+            if (plan.blocks == 8) return function(Constant<8>{}, chunked);
         }
-        return function(std::integral_constant<int, 4>{}, chunked);
+        if (plan.blocks == 1) return function(Constant<1>{}, chunked);
+        return function(Constant<4>{}, chunked);
     }
     if constexpr (!kSplit) {
-        if (plan.blocks > 5) return function(std::integral_constant<int, 8>{}, whole);
+        if (plan.blocks == 8) return function(Constant<8>{}, whole);
     }
-    if (plan.blocks > 4) return function(std::integral_constant<int, 5>{}, whole);
-    return function(std::integral_constant<int, 4>{}, whole);
+    if (plan.blocks == 5) return function(Constant<5>{}, whole);
+    return function(Constant<4>{}, whole);
 }
 
 // Calls function(element, w) with values of the element types.
@@ -68,8 +70,9 @@ int launch(Kernel kernel, int grid_x, int grid_y, int threads, size_t shared_byt
 #endif
 }
 
-int forward_shared_words(const Plan& plan, bool split);
-int backward_shared_words(const Plan& plan, bool split);
+int forward_shared_bytes(const Plan& plan, bool split);
+int backward_shared_bytes(const Plan& plan, bool split);
+int states_shared_bytes(const Plan& plan, bool split);
 
 int launch_forward(const Job& job, const Plan& plan);
 int launch_backward(const Job& job, const Plan& plan);

@@ -79,7 +79,7 @@ struct Operand<true> {
     uint32_t low[4];
 };
 
-constexpr int kTileWords = 128;  // 32-bit words of a tile in shared memory; twice as many when split
+constexpr int kTileBytes = 512;  // of a tile in shared memory; the low parts of a split one follow the high parts
 
 __device__ __forceinline__ void set_pair(Operand<false>& operand, int a, float first, float second) {
     operand.high[a] = pack_bf16(first, second);
@@ -112,122 +112,195 @@ __device__ __forceinline__ void get_values(float (&values)[8], const Operand<tru
     }
 }
 
-__device__ __forceinline__ void mask_pair(Operand<false>& operand, int a, uint32_t mask) { operand.high[a] &= mask; }
-
-__device__ __forceinline__ void mask_pair(Operand<true>& operand, int a, uint32_t mask) {
-    operand.high[a] &= mask;
-    operand.low[a] &= mask;
+// Of a right factor the pairs with equal halves of n and k: one element of each, by a mask.
+__device__ __forceinline__ void keep_half_pairs(Operand<false>& right, uint32_t mask) {
+    right.high[0] &= mask;
+    right.high[3] &= mask;
 }
 
-// The factor by which a level scales a tile: in fp32, and rounded for the tensor cores where that is enough.
+__device__ __forceinline__ void keep_half_pairs(Operand<true>& right, uint32_t mask) {
+    right.high[0] &= mask;
+    right.high[3] &= mask;
+    right.low[0] &= mask;
+    right.low[3] &= mask;
+}
+
+// The factors by which a level scales a channel tile: rounded where the operands are.
 template <bool kSplit>
 struct Scale {
-    float value[8];
     uint32_t pair[4];
-
-    __device__ __forceinline__ void round() {
-#pragma unroll
-        for (int a = 0; a < 4; ++a) pair[a] = pack_bf16(value[2 * a], value[2 * a + 1]);
-    }
+    __device__ __forceinline__ float value(int i) const { return i & 1 ? bf16_high(pair[i >> 1]) : bf16_low(pair[i >> 1]); }
 };
 
 template <>
 struct Scale<true> {
-    float value[8];
-    __device__ __forceinline__ void round() {}
+    float values[8];
+    __device__ __forceinline__ float value(int i) const { return values[i]; }
 };
 
-__device__ __forceinline__ void multiply(Operand<false>& out, const Operand<false>& in, const Scale<false>& scale) {
+__device__ __forceinline__ Operand<false> multiply(const Operand<false>& in, const Scale<false>& scale) {
+    Operand<false> out;
 #pragma unroll
     for (int a = 0; a < 4; ++a) out.high[a] = mul_bf16(in.high[a], scale.pair[a]);
+    return out;
 }
 
-__device__ __forceinline__ void multiply(Operand<true>& out, const Operand<true>& in, const Scale<true>& scale) {
+__device__ __forceinline__ Operand<true> multiply(const Operand<true>& in, const Scale<true>& scale) {
     float values[8];
     get_values(values, in);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) values[i] *= scale.value[i];
+    for (int i = 0; i < 8; ++i) values[i] *= scale.values[i];
+    Operand<true> out;
     set_values(out, values);
+    return out;
 }
 
-// Registers 1 and 2 exchanged: from "rows of the left factor" (m, k) to "columns of the right factor" (n, k) or back.
-template <bool kSplit>
-__device__ __forceinline__ Operand<kSplit> exchanged(Operand<kSplit> operand) {
-    const uint32_t word = operand.high[1];
-    operand.high[1] = operand.high[2];
-    operand.high[2] = word;
-    if constexpr (kSplit) {
-        const uint32_t low = operand.low[1];
-        operand.low[1] = operand.low[2];
-        operand.low[2] = low;
-    }
-    return operand;
-}
-
-// sums[16x16] += left[16x16] right[16x16]. left: (m, k) order; right: (n, k) order, that is `exchanged`.
-__device__ __forceinline__ void product(float (&sums)[8], const Operand<false>& left, const Operand<false>& right) {
-    multiply_add(sums, left.high, right.high[0], right.high[1]);
-    multiply_add(sums + 4, left.high, right.high[2], right.high[3]);
-}
-
-__device__ __forceinline__ void product(float (&sums)[8], const Operand<true>& left, const Operand<true>& right) {
+// Products: out[16x16] = left[16x16] right[16x16] + sums[16x16]. A left factor's registers are the matrices in the order
+// (m, k) = 00 10 01 11, a right factor's in the order (n, k) = 00 01 10 11.
+__device__ __forceinline__ void product(float (&out)[8], const Operand<false>& left, const Operand<false>& right,
+                                        const float (&sums)[8], const Lane& lane) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        multiply_add(sums + 4 * half, left.low, right.high[2 * half], right.high[2 * half + 1]);
-        multiply_add(sums + 4 * half, left.high, right.low[2 * half], right.low[2 * half + 1]);
-        multiply_add(sums + 4 * half, left.high, right.high[2 * half], right.high[2 * half + 1]);
+        multiply_matrices<16>(out + 4 * half, left.high, right.high[2 * half], right.high[2 * half + 1],
+                              sums + 4 * half, lane);
+    }
+}
+
+__device__ __forceinline__ void product(float (&out)[8], const Operand<true>& left, const Operand<true>& right,
+                                        const float (&sums)[8], const Lane& lane) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        float* to = out + 4 * half;
+        const int i = 2 * half;
+        multiply_matrices<16>(to, left.low, right.high[i], right.high[i + 1], sums + 4 * half, lane);
+        multiply_matrices<16>(to, left.high, right.low[i], right.low[i + 1], to, lane);
+        multiply_matrices<16>(to, left.high, right.high[i], right.high[i + 1], to, lane);
+    }
+}
+
+template <bool kSplit>
+__device__ __forceinline__ void add_product(float (&sums)[8], const Operand<kSplit>& left, const Operand<kSplit>& right,
+                                            const Lane& lane) {
+    product(sums, left, right, sums, lane);
+}
+
+template <bool kSplit>
+__device__ __forceinline__ void new_product(float (&out)[8], const Operand<kSplit>& left, const Operand<kSplit>& right,
+                                            const Lane& lane) {
+    const float zero[8] = {};
+    product(out, left, right, zero, lane);
+}
+
+// The same where only one half of k counts for each half of n: the same half or the other one.
+template <bool kOther>
+__device__ __forceinline__ void half_product(float (&out)[8], const Operand<false>& left, const Operand<false>& right,
+                                             const float (&sums)[8], const Lane& lane) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int k = kOther ? 1 - half : half;
+        multiply_matrices<8>(out + 4 * half, left.high + 2 * k, right.high[2 * half + k], 0u, sums + 4 * half, lane);
+    }
+}
+
+template <bool kOther>
+__device__ __forceinline__ void half_product(float (&out)[8], const Operand<true>& left, const Operand<true>& right,
+                                             const float (&sums)[8], const Lane& lane) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int k = kOther ? 1 - half : half, i = 2 * half + k;
+        float* to = out + 4 * half;
+        multiply_matrices<8>(to, left.low + 2 * k, right.high[i], 0u, sums + 4 * half, lane);
+        multiply_matrices<8>(to, left.high + 2 * k, right.low[i], 0u, to, lane);
+        multiply_matrices<8>(to, left.high + 2 * k, right.high[i], 0u, to, lane);
     }
 }
 
 // Tiles in shared memory ---------------------------------------------------------------------------------------------
 
 template <bool kSplit>
-__device__ __forceinline__ void store(uint32_t* tile, const Operand<kSplit>& operand) {
-#pragma unroll
-    for (int a = 0; a < 4; ++a) tile[32 * a + lane_id()] = operand.high[a];
+__device__ __forceinline__ void store(Address tile, const Operand<kSplit>& operand, const Lane& lane) {
+    store_matrices(tile, operand.high, lane);
+    if constexpr (kSplit) store_matrices(tile + kTileBytes, operand.low, lane);
+}
+
+template <bool kSplit, bool kCrossed>
+__device__ __forceinline__ Operand<kSplit> load_tile(Address tile, const Lane& lane) {
+    Operand<kSplit> operand;
+    load_matrices<kCrossed>(operand.high, tile, lane);
+    if constexpr (kSplit) load_matrices<kCrossed>(operand.low, tile + kTileBytes, lane);
+    return operand;
+}
+
+template <bool kSplit, bool kCrossed>
+__device__ __forceinline__ Operand<kSplit> load_transposed_tile(Address tile, const Lane& lane) {
+    Operand<kSplit> operand;
+    load_transposed_matrices<kCrossed>(operand.high, tile, lane);
+    if constexpr (kSplit) load_transposed_matrices<kCrossed>(operand.low, tile + kTileBytes, lane);
+    return operand;
+}
+
+// As a factor of a product: the tile's rows as m of a left factor, as n of a right one; or its columns.
+template <bool kSplit>
+__device__ __forceinline__ Operand<kSplit> left_rows(Address tile, const Lane& lane) {
+    return load_tile<kSplit, false>(tile, lane);
+}
+template <bool kSplit>
+__device__ __forceinline__ Operand<kSplit> right_rows(Address tile, const Lane& lane) {
+    return load_tile<kSplit, true>(tile, lane);
+}
+template <bool kSplit>
+__device__ __forceinline__ Operand<kSplit> left_columns(Address tile, const Lane& lane) {
+    return load_transposed_tile<kSplit, true>(tile, lane);
+}
+template <bool kSplit>
+__device__ __forceinline__ Operand<kSplit> right_columns(Address tile, const Lane& lane) {
+    return load_transposed_tile<kSplit, false>(tile, lane);
+}
+
+// A tile in which each lane's registers lie together, so that a lane can read elsewhere instead.
+template <bool kSplit>
+__device__ __forceinline__ void store_fragment(Address fragment, const Operand<kSplit>& operand) {
+    store_shared(fragment, uint4{operand.high[0], operand.high[1], operand.high[2], operand.high[3]});
     if constexpr (kSplit) {
-#pragma unroll
-        for (int a = 0; a < 4; ++a) tile[kTileWords + 32 * a + lane_id()] = operand.low[a];
+        store_shared(fragment + kTileBytes, uint4{operand.low[0], operand.low[1], operand.low[2], operand.low[3]});
     }
 }
 
 template <bool kSplit>
-__device__ __forceinline__ Operand<kSplit> load(const uint32_t* tile) {
+__device__ __forceinline__ Operand<kSplit> load_fragment(Address fragment) {
     Operand<kSplit> operand;
-    load_matrices(operand.high, tile);
-    if constexpr (kSplit) load_matrices(operand.low, tile + kTileWords);
-    return operand;
-}
-
-// The transposed tile, as a right factor; `exchanged` makes it a left factor.
-template <bool kSplit>
-__device__ __forceinline__ Operand<kSplit> load_transposed(const uint32_t* tile) {
-    Operand<kSplit> operand;
-    load_matrices_transposed(operand.high, tile);
-    if constexpr (kSplit) load_matrices_transposed(operand.low, tile + kTileWords);
+    const uint4 high = load_shared<uint4>(fragment);
+    operand.high[0] = high.x, operand.high[1] = high.y, operand.high[2] = high.z, operand.high[3] = high.w;
+    if constexpr (kSplit) {
+        const uint4 low = load_shared<uint4>(fragment + kTileBytes);
+        operand.low[0] = low.x, operand.low[1] = low.y, operand.low[2] = low.z, operand.low[3] = low.w;
+    }
     return operand;
 }
 
 // Rows of the tensors ------------------------------------------------------------------------------------------------
 
-// One head of a tensor [B, T, H, N]. Offsets inside it fit in 32 bits: the plan refuses larger ones.
+// One head of a tensor [B, T, H, N]. Byte offsets inside it fit in 32 bits: the plan refuses larger ones.
 template <class Element>
 struct Head {
-    typename Element::Storage* data;
-    uint32_t stride;  // from token to token
+    char* data;
+    uint32_t stride;  // bytes from token to token
 
     __device__ __forceinline__ Head(const WKV6Tensor& tensor, int b, int h)
-        : data(static_cast<typename Element::Storage*>(tensor.data) + b * tensor.stride_b + h * tensor.stride_h),
-          stride(static_cast<uint32_t>(tensor.stride_t)) {}
+        : data(static_cast<char*>(tensor.data) + (b * tensor.stride_b + h * tensor.stride_h) * kSize),
+          stride(static_cast<uint32_t>(tensor.stride_t) * kSize) {}
 
-    __device__ __forceinline__ typename Element::Storage* at(int token, int channel) const {
-        return data + (static_cast<uint32_t>(token) * stride + static_cast<uint32_t>(channel));
+    __device__ __forceinline__ char* at(int token, int channel) const {
+        return data + (static_cast<uint32_t>(token) * stride + static_cast<uint32_t>(channel) * kSize);
     }
 
-    __device__ __forceinline__ typename Element::Row* row(int token, int channel) const {
-        return reinterpret_cast<typename Element::Row*>(at(token, channel));
-    }
+    static constexpr uint32_t kSize = sizeof(typename Element::Storage);
 };
+
+template <class T>
+__device__ __forceinline__ T* as(char* address) {
+    return reinterpret_cast<T*>(address);
+}
 
 // Where a warp's tile lies: tokens first_token + 0 ... 15, channels first_channel + 0 ... 15, zero outside T and N.
 struct Place {
@@ -239,16 +312,16 @@ template <class Element>
 struct Rows {
     typename Element::Row row[2];
 
-    __device__ __forceinline__ void load(const Head<Element>& head, const Place& place) {
-        const int g = lane_id() >> 2, channel = place.first_channel + 4 * (lane_id() & 3);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int token = place.first_token + permuted(8 * half + g);
-            row[half] = typename Element::Row{};
-            if (token < place.T && channel < place.N) row[half] = *head.row(token, channel);
-        }
+    __device__ __forceinline__ void load(const Head<Element>& head, const Place& place, const Lane& lane) {
+        const int channel = place.first_channel + 4 * lane.q, token = place.first_token + permuted(lane.g);
+        char* from = head.at(token, channel);
+        row[0] = typename Element::Row{};
+        row[1] = typename Element::Row{};
+        if (channel < place.N && token < place.T) row[0] = *as<typename Element::Row>(from);
+        if (channel < place.N && token + 2 < place.T) row[1] = *as<typename Element::Row>(from + 2 * head.stride);
     }
 
+    // As a left factor, tokens in the rows; store() makes it a token tile.
     __device__ __forceinline__ Operand<Element::kSplit> operand() const {
         Operand<Element::kSplit> out;
         if constexpr (!Element::kSplit) {
@@ -269,66 +342,62 @@ struct Rows {
 
 // Asks for the rows of a block's tokens, all channels, ahead of their use.
 template <class Element>
-__device__ __forceinline__ void prefetch_rows(const Head<Element>& head, const Place& place) {
+__device__ __forceinline__ void prefetch_rows(const Head<Element>& head, const Place& place, const Lane& lane) {
     constexpr int kChannels = 128 / sizeof(typename Element::Storage);  // of a cache line
-    const int lines = (place.N + kChannels - 1) / kChannels;
-    for (int i = lane_id(); i < 16 * lines; i += 32) {
-        const int token = place.first_token + i / lines;
-        if (token < place.T) prefetch(head.at(token, i % lines * kChannels));
+    const int token = place.first_token + (lane.id >> 1);
+    if (token >= place.T) return;
+    for (int channel = (lane.id & 1) * kChannels; channel < place.N; channel += 2 * kChannels) {
+        prefetch(head.at(token, channel));
     }
+}
+
+// Writes four channels of tokens permuted(g) and permuted(8 + g).
+template <class Element>
+__device__ __forceinline__ void write_row_pair(const Head<Element>& head, const Place& place, const Lane& lane,
+                                               const typename Element::Row& first, const typename Element::Row& second) {
+    const int channel = place.first_channel + 4 * lane.q, token = place.first_token + permuted(lane.g);
+    char* to = head.at(token, channel);
+    if (channel < place.N && token < place.T) *as<typename Element::Row>(to) = first;
+    if (channel < place.N && token + 2 < place.T) *as<typename Element::Row>(to + 2 * head.stride) = second;
 }
 
 // Writes values[8] of a token tile (accumulators of a product whose rows are tokens).
 template <class Element>
-__device__ __forceinline__ void write_rows(const Head<Element>& head, const Place& place, const float (&values)[8]) {
-    const int g = lane_id() >> 2, channel = place.first_channel + 4 * (lane_id() & 3);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int token = place.first_token + permuted(8 * half + g);
-        if (token < place.T && channel < place.N) {
-            *head.row(token, channel) = Element::pack(values[2 * half], values[2 * half + 1], values[2 * half + 4],
-                                                      values[2 * half + 5]);
-        }
-    }
+__device__ __forceinline__ void write_rows(const Head<Element>& head, const Place& place, const float (&values)[8],
+                                           const Lane& lane) {
+    write_row_pair(head, place, lane, Element::pack(values[0], values[1], values[4], values[5]),
+                   Element::pack(values[2], values[3], values[6], values[7]));
 }
 
-// Writes values[8] of a channel tile. scratch: one warp's, 256 words when split, else 128.
+// Writes values[8] of a channel tile. scratch: a tile of the warp's own; free for others only after
+// the next barrier.
 template <class Element>
-__device__ __forceinline__ void write_columns(const Head<Element>& head, const Place& place, uint32_t* scratch,
-                                              const float (&values)[8]) {
-    const int g = lane_id() >> 2, q = lane_id() & 3, channel = place.first_channel + 4 * q;
+__device__ __forceinline__ void write_columns(const Head<Element>& head, const Place& place, Address scratch,
+                                              const float (&values)[8], const Lane& lane) {
     if constexpr (!Element::kSplit) {
         Operand<false> operand;
         set_values(operand, values);
-        store(scratch, operand);
+        store(scratch, operand, lane);
         __syncwarp();
-        const Operand<false> out = load_transposed<false>(scratch);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int token = place.first_token + permuted(8 * half + g);
-            if (token < place.T && channel < place.N) {
-                *head.row(token, channel) = uint2{out.high[2 * half], out.high[2 * half + 1]};
-            }
-        }
+        const Operand<false> out = load_transposed_tile<false, false>(scratch, lane);
+        write_row_pair(head, place, lane, uint2{out.high[0], out.high[1]}, uint2{out.high[2], out.high[3]});
     } else {
         // Row t of the scratch holds 16 channels; rows rotated by 4 (t / 2) to spread the banks.
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-            const int t = 4 * q + 2 * (i >> 2) + (i & 1), c = permuted(8 * (i >> 1 & 1) + g);
-            scratch[16 * t + ((c + 4 * (t >> 1)) & 15)] = float_to_bits(values[i]);
+            const int t = 4 * lane.q + 2 * (i >> 2) + (i & 1), c = permuted(8 * (i >> 1 & 1) + lane.g);
+            store_shared(scratch + 64 * t + 4 * ((c + 4 * (t >> 1)) & 15), values[i]);
         }
         __syncwarp();
+        typename Element::Row out[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int t = permuted(8 * half + g), token = place.first_token + t;
-            const uint32_t* from = scratch + 16 * t + ((4 * q + 4 * (t >> 1)) & 15);
-            if (token < place.T && channel < place.N) {
-                *head.row(token, channel) = Element::pack(bits_to_float(from[0]), bits_to_float(from[1]),
-                                                          bits_to_float(from[2]), bits_to_float(from[3]));
-            }
+            const int t = permuted(8 * half + lane.g);
+            const float4 from = load_shared<float4>(scratch + 64 * t + 4 * ((4 * lane.q + 4 * (t >> 1)) & 15));
+            out[half] = Element::pack(from.x, from.y, from.z, from.w);
         }
+        write_row_pair(head, place, lane, out[0], out[1]);
     }
-    __syncwarp();
 }
 
 }  // namespace wkv6

@@ -8,12 +8,8 @@
 
 #ifdef WKV6_EMULATE
 #include "wkv6_emulator.h"
-#define WKV6_SHARED_MEMORY(name) uint32_t* const name = emulator::block->shared.data()
 #else
 #include <cuda_runtime.h>
-#define WKV6_SHARED_MEMORY(name)             \
-    extern __shared__ uint4 name##_memory[]; \
-    uint32_t* const name = reinterpret_cast<uint32_t*>(name##_memory)
 #endif
 
 #if !defined(WKV6_EMULATE) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800 && !defined(WKV6_PLAIN)
@@ -26,7 +22,23 @@ namespace wkv6 {
 
 constexpr unsigned kAllLanes = 0xffffffffu;
 
-__device__ __forceinline__ int lane_id() { return threadIdx.x & 31; }
+// A lane's place in its warp: 4 g + q.
+struct Lane {
+    int id, g, q, warp;
+    uint32_t straight, crossed;  // byte offsets of its row of four 8x8 matrices, in order and with 1 and 2 exchanged
+
+    __device__ __forceinline__ Lane() {
+        // A shuffle of what is already there: its result stays in a register, where the thread index would be read again
+        // from its slow register at each use.
+        const int thread = static_cast<int>(__shfl_sync(kAllLanes, static_cast<uint32_t>(threadIdx.x), threadIdx.x & 31));
+        id = thread & 31;
+        warp = thread >> 5;
+        g = id >> 2;
+        q = id & 3;
+        straight = 16 * id;
+        crossed = 16 * ((id & 7) | (id & 8) << 1 | (id & 16) >> 1);
+    }
+};
 
 // The same in all lanes of a warp, and known to the compiler to be so.
 __device__ __forceinline__ int warp_id() {
@@ -52,6 +64,19 @@ __device__ __forceinline__ uint32_t float_to_bits(float value) {
     return bits;
 #else
     return __float_as_uint(value);
+#endif
+}
+
+// Keeps a value from being computed again at its use.
+__device__ __forceinline__ void keep(uint32_t& value) {
+#ifndef WKV6_EMULATE
+    asm volatile("" : "+r"(value));
+#endif
+}
+
+__device__ __forceinline__ void keep(float& value) {
+#ifndef WKV6_EMULATE
+    asm volatile("" : "+f"(value));
 #endif
 }
 
@@ -121,6 +146,17 @@ __device__ __forceinline__ uint32_t float_to_half(float value) {
 #endif
 }
 
+// The smaller one; NaN when either is.
+__device__ __forceinline__ float min_or_nan(float a, float b) {
+#if WKV6_TENSOR_CORES
+    float value;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(value) : "f"(a), "f"(b));
+    return value;
+#else
+    return a > b ? b : a;
+#endif
+}
+
 // 2^x; 2^-inf = 0. Results below 2^-126 are 0.
 __device__ __forceinline__ float exp2_fast(float x) {
 #ifdef WKV6_EMULATE
@@ -139,6 +175,37 @@ __device__ __forceinline__ void prefetch(const void* address) {
 #endif
 }
 
+// Shared memory -----------------------------------------------------------------------------------------------------
+
+using Address = uint32_t;  // of a byte in shared memory
+
+#ifdef WKV6_EMULATE
+__device__ __forceinline__ Address shared_memory() { return 0; }
+template <class T>
+__device__ __forceinline__ T* shared_pointer(Address address) {
+    return reinterpret_cast<T*>(reinterpret_cast<char*>(emulator::block->shared.data()) + address);
+}
+#else
+extern __shared__ uint4 wkv6_shared_memory[];
+__device__ __forceinline__ Address shared_memory() {
+    return static_cast<Address>(__cvta_generic_to_shared(wkv6_shared_memory));
+}
+template <class T>
+__device__ __forceinline__ T* shared_pointer(Address address) {
+    return reinterpret_cast<T*>(__cvta_shared_to_generic(address));
+}
+#endif
+
+template <class T>
+__device__ __forceinline__ T load_shared(Address address) {
+    return *shared_pointer<const T>(address);
+}
+
+template <class T>
+__device__ __forceinline__ void store_shared(Address address, const T& value) {
+    *shared_pointer<T>(address) = value;
+}
+
 // Exchanges ---------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ float from_lane(float value, int lane) {
@@ -151,67 +218,93 @@ __device__ __forceinline__ float from_lane_xor(float value) {
 }
 
 // Four 8x8 matrices of 16-bit elements, 128 bytes each, one after another in shared memory.
-// Lane 4g+q receives elements (g, 2q) and (g, 2q+1) of matrix a in out[a].
-__device__ __forceinline__ void load_matrices(uint32_t (&out)[4], const uint32_t* matrices) {
+// Lane 4g+q holds elements (g, 2q) and (g, 2q+1) of matrix a in register a. kCrossed: matrices in the order 0, 2, 1, 3.
+template <bool kCrossed>
+__device__ __forceinline__ void load_matrices(uint32_t (&out)[4], Address matrices, const Lane& lane) {
 #if WKV6_TENSOR_CORES
-    const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(matrices)) + lane_id() * 16;
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
-                 : "r"(address)
+                 : "r"(matrices + (kCrossed ? lane.crossed : lane.straight))
                  : "memory");
 #else
-    for (int a = 0; a < 4; ++a) out[a] = matrices[32 * a + lane_id()];
+    for (int a = 0; a < 4; ++a) {
+        out[a] = load_shared<uint32_t>(matrices + 128 * (kCrossed ? a >> 1 | (a & 1) << 1 : a) + 4 * lane.id);
+    }
 #endif
 }
 
 // The same with every matrix transposed: lane 4g+q receives elements (2q, g) and (2q+1, g).
-__device__ __forceinline__ void load_matrices_transposed(uint32_t (&out)[4], const uint32_t* matrices) {
+template <bool kCrossed>
+__device__ __forceinline__ void load_transposed_matrices(uint32_t (&out)[4], Address matrices,
+                                                         const Lane& lane) {
 #if WKV6_TENSOR_CORES
-    const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(matrices)) + lane_id() * 16;
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
-                 : "r"(address)
+                 : "r"(matrices + (kCrossed ? lane.crossed : lane.straight))
                  : "memory");
 #else
-    const int g = lane_id() >> 2, q = lane_id() & 3, shift = (g & 1) * 16;
+    const int shift = (lane.g & 1) * 16;
     for (int a = 0; a < 4; ++a) {
-        const uint32_t first = matrices[32 * a + 8 * q + (g >> 1)] >> shift;
-        const uint32_t second = matrices[32 * a + 8 * q + 4 + (g >> 1)] >> shift;
-        out[a] = (first & 0xffffu) | second << 16;
+        const Address word = matrices + 128 * (kCrossed ? a >> 1 | (a & 1) << 1 : a) + 32 * lane.q + 4 * (lane.g >> 1);
+        const uint32_t first = load_shared<uint32_t>(word), second = load_shared<uint32_t>(word + 16);
+        out[a] = (first >> shift & 0xffffu) | second >> shift << 16;
     }
 #endif
 }
 
-// c[16x8] += a[16x16] b[16x8]; a, b in bf16, c in fp32, in the register layout of mma.m16n8k16.
-__device__ __forceinline__ void multiply_add(float* c, const uint32_t* a, uint32_t b0, uint32_t b1) {
-#if WKV6_TENSOR_CORES
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+__device__ __forceinline__ void store_matrices(Address matrices, const uint32_t (&in)[4], const Lane& lane) {
+#if WKV6_TENSOR_CORES && __CUDA_ARCH__ >= 900
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(matrices + lane.straight),
+                 "r"(in[0]), "r"(in[1]), "r"(in[2]), "r"(in[3])
+                 : "memory");
 #else
-    const int g = lane_id() >> 2, q = lane_id() & 3;
+#pragma unroll
+    for (int a = 0; a < 4; ++a) store_shared(matrices + 128 * a + 4 * lane.id, in[a]);
+#endif
+}
+
+// out[16x8] = a[16 x kDepth] b[kDepth x 8] + c[16x8]; a, b in bf16, in the register layouts of mma.m16n8k16 and
+// mma.m16n8k8 (b1, a[2] and a[3] are not read then). out and c may be the same.
+template <int kDepth>
+__device__ __forceinline__ void multiply_matrices(float* out, const uint32_t* a, uint32_t b0, uint32_t b1, const float* c,
+                                                  const Lane& lane) {
+#if WKV6_TENSOR_CORES
+    if constexpr (kDepth == 16) {
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+            "{%10, %11, %12, %13};"
+            : "=f"(out[0]), "=f"(out[1]), "=f"(out[2]), "=f"(out[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
+    } else {
+        asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
+            "{%7, %8, %9, %10};"
+            : "=f"(out[0]), "=f"(out[1]), "=f"(out[2]), "=f"(out[3])
+            : "r"(a[0]), "r"(a[1]), "r"(b0), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
+    }
+#else
+    float sums[4] = {c[0], c[1], c[2], c[3]};
 #if defined(WKV6_EMULATE) && !defined(WKV6_PLAIN)
-    const uint32_t words[6] = {a[0], a[1], a[2], a[3], b0, b1};
+    const uint32_t words[6] = {a[0], a[1], kDepth == 16 ? a[2] : 0u, kDepth == 16 ? a[3] : 0u, b0, b1};
     const emulator::Slot* slots = emulator::exchange(words, 6);
 #endif
     for (int k = 0; k < 4; ++k) {
-        for (int half = 0; half < 2; ++half) {  // of the sixteen: elements 8 half + 2k and the next
+        for (int half = 0; half < kDepth / 8; ++half) {  // elements 8 half + 2k and the next
 #if defined(WKV6_EMULATE) && !defined(WKV6_PLAIN)
-            const uint32_t top = slots[4 * g + k].words[2 * half], bottom = slots[4 * g + k].words[2 * half + 1];
-            const uint32_t left = slots[8 * q + k].words[4 + half], right = slots[8 * q + 4 + k].words[4 + half];
+            const uint32_t top = slots[4 * lane.g + k].words[2 * half], bottom = slots[4 * lane.g + k].words[2 * half + 1];
+            const uint32_t left = slots[8 * lane.q + k].words[4 + half];
+            const uint32_t right = slots[8 * lane.q + 4 + k].words[4 + half];
 #else
-            const uint32_t top = __shfl_sync(kAllLanes, a[2 * half], 4 * g + k);
-            const uint32_t bottom = __shfl_sync(kAllLanes, a[2 * half + 1], 4 * g + k);
-            const uint32_t left = __shfl_sync(kAllLanes, half ? b1 : b0, 8 * q + k);
-            const uint32_t right = __shfl_sync(kAllLanes, half ? b1 : b0, 8 * q + 4 + k);
+            const uint32_t top = __shfl_sync(kAllLanes, a[2 * half], 4 * lane.g + k);
+            const uint32_t bottom = __shfl_sync(kAllLanes, a[2 * half + 1], 4 * lane.g + k);
+            const uint32_t left = __shfl_sync(kAllLanes, half ? b1 : b0, 8 * lane.q + k);
+            const uint32_t right = __shfl_sync(kAllLanes, half ? b1 : b0, 8 * lane.q + 4 + k);
 #endif
-            c[0] += bf16_low(top) * bf16_low(left) + bf16_high(top) * bf16_high(left);
-            c[1] += bf16_low(top) * bf16_low(right) + bf16_high(top) * bf16_high(right);
-            c[2] += bf16_low(bottom) * bf16_low(left) + bf16_high(bottom) * bf16_high(left);
-            c[3] += bf16_low(bottom) * bf16_low(right) + bf16_high(bottom) * bf16_high(right);
+            sums[0] += bf16_low(top) * bf16_low(left) + bf16_high(top) * bf16_high(left);
+            sums[1] += bf16_low(top) * bf16_low(right) + bf16_high(top) * bf16_high(right);
+            sums[2] += bf16_low(bottom) * bf16_low(left) + bf16_high(bottom) * bf16_high(left);
+            sums[3] += bf16_low(bottom) * bf16_low(right) + bf16_high(bottom) * bf16_high(right);
         }
     }
+    for (int i = 0; i < 4; ++i) out[i] = sums[i];
 #endif
 }
 
