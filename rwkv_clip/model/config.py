@@ -17,6 +17,8 @@ from ..errors import UserError
 
 CONFIG_FOLDER = Path(__file__).resolve().parent.parent / "configs"
 NAME_PREFIX = "RWKV-CLIP-"
+LARGEST = 2**20
+"""Of every size: beyond it, a digit too many is likelier than such a model."""
 
 
 def _require(condition: bool, what: str) -> None:
@@ -29,6 +31,7 @@ def _require_positive_integers(section: str, config: Any, names: tuple[str, ...]
         value = getattr(config, name)
         is_integer = isinstance(value, int) and not isinstance(value, bool)
         _require(is_integer and value > 0, f"{section}.{name} must be a positive whole number, found {value!r}")
+        _require(value <= LARGEST, f"{section}.{name} must be at most {LARGEST}, found {value}")
 
 
 def _require_heads(section: str, width: int, num_heads: int) -> None:
@@ -262,7 +265,7 @@ def load_config(name_or_path: str | Path | ModelConfig) -> ModelConfig:
     elif path.suffix != ".json" or not path.exists():
         path = _packaged(str(name_or_path))
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: not a readable JSON file ({error})") from None
     if not isinstance(values, dict):
@@ -270,6 +273,15 @@ def load_config(name_or_path: str | Path | ModelConfig) -> ModelConfig:
     if "image_embed_dims" in values:
         return _from_published(values, path.stem, str(path))
     return ModelConfig.from_dict({"name": path.stem, **values}, str(path))
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; of a key that is there twice, JSON would silently take the last."""
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key '{next(name for name in names if names.count(name) > 1)}' is there twice")
+    return values
 
 
 def _packaged(name: str) -> Path:

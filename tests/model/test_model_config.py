@@ -143,3 +143,19 @@ def test_a_missing_key_is_named() -> None:
     del values["text"]["depth"]
     with pytest.raises(UserError, match="section text: missing key 'depth'"):
         ModelConfig.from_dict(values)
+
+
+def test_a_key_that_is_there_twice_is_refused(tmp_path):
+    path = tmp_path / "twice.json"
+    path.write_text('{"image": {"depth": 2, "depth": 3}, "text": {}}')
+    with pytest.raises(UserError, match="'depth' is there twice"):
+        load_config(path)
+
+
+def test_a_size_with_digits_too_many_is_refused_before_memory_is_asked_for(tmp_path):
+    values = load_config("Nano").to_dict()
+    values["text"]["vocab_size"] = 49408 * 10**8
+    path = tmp_path / "huge.json"
+    path.write_text(json.dumps(values))
+    with pytest.raises(UserError, match="text.vocab_size must be at most"):
+        load_config(path)
