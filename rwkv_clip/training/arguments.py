@@ -64,7 +64,11 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"unknown argument '{word}'" + (f"; did you mean {near[0]}?" if near else "; see --help"))
 
 
-def _number(kind: Callable, low: float, high: float = math.inf, exclusive: bool = False) -> Callable[[str], Any]:
+# What the libraries below take as an int in C; no count and no seed needs more.
+LARGEST = 2**31 - 1
+
+
+def _number(kind: Callable, low: float, high: float = LARGEST, exclusive: bool = False) -> Callable[[str], Any]:
     """A converter for argparse that checks a range, `low` left out when `exclusive`."""
 
     def convert(text: str) -> Any:
@@ -74,12 +78,17 @@ def _number(kind: Callable, low: float, high: float = math.inf, exclusive: bool 
             raise argparse.ArgumentTypeError(f"expected a {'whole ' * (kind is int)}number, found '{text}'") from None
         if not (low < value if exclusive else low <= value) or not value <= high:
             bound = f"above {low:g}" if exclusive else f"at least {low:g}"
-            raise argparse.ArgumentTypeError(
-                f"must be {bound}{'' if high == math.inf else f' and at most {high:g}'}, found {text}"
-            )
+            raise argparse.ArgumentTypeError(f"must be {bound} and at most {high:.10g}, found {text}")
         return value
 
     return convert
+
+
+def _path(text: str) -> str:
+    """A converter for argparse; an empty path would mean the working folder."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("is empty: give a path (or is a shell variable not set?)")
+    return text
 
 
 COUNT = _number(int, 1)
@@ -119,23 +128,39 @@ def build_parser() -> Parser:
         formatter_class=_Help,
     )
     add = parser.add_argument_group("what to train").add_argument
-    add("--model", required=True, help="model name, JSON file or run folder (names: rwkv_clip.list_models())")
+    add(
+        "--model",
+        required=True,
+        type=_path,
+        help="model name, JSON file or run folder (names: rwkv_clip.list_models())",
+    )
     add(
         "--train-data",
         required=True,
+        type=_path,
         metavar="PATH",
         help="packed data set: a folder, or the prefix of a .rec/.idx pair",
     )
-    add("--output", required=True, metavar="FOLDER", help="run folder to create")
-    add("--resume", metavar="auto|PATH", help="go on from the newest complete checkpoint of --output, or from PATH")
-    add("--pretrained", metavar="FILE", help="start a new run from these weights (published format or a run folder)")
+    add("--output", required=True, type=_path, metavar="FOLDER", help="run folder to create")
+    add(
+        "--resume",
+        type=_path,
+        metavar="auto|PATH",
+        help="go on from the newest complete checkpoint of --output, or from PATH",
+    )
+    add(
+        "--pretrained",
+        type=_path,
+        metavar="FILE",
+        help="start a new run from these weights (published format or a run folder)",
+    )
     add("--lock-image", action="store_true", help="keep the image tower as it is")
     add("--lock-text", action="store_true", help="keep the text tower as it is")
     add("--drop-path-rate", type=_number(float, 0, 0.99), help="replaces the model's own rate")
     add("--input-size", type=COUNT, help="expected image size in pixels; an error if the model has another one")
 
     add = parser.add_argument_group("fill the DeepSpeed JSON where it leaves out a key or says 'auto'").add_argument
-    add("--deepspeed_config", "--deepspeed-config", metavar="JSON", help="DeepSpeed configuration file")
+    add("--deepspeed_config", "--deepspeed-config", type=_path, metavar="JSON", help="DeepSpeed configuration file")
     add("--batch-size", type=COUNT, help="train_micro_batch_size_per_gpu: pairs per GPU and forward pass")
     add("--gradient-accumulation", type=COUNT, help="gradient_accumulation_steps")
     add("--global-batch", type=COUNT, help="train_batch_size: pairs per optimizer step over all GPUs")
@@ -165,7 +190,11 @@ def build_parser() -> Parser:
     add("--max-skipped", type=COUNT, default=50, help="stop after so many steps in a row with NaN or Inf gradients")
 
     add = parser.add_argument_group("data").add_argument
-    add("--workers", type=COUNT, help="decoding threads per GPU (default: the cores divided by the GPUs, at most 10)")
+    add(
+        "--workers",
+        type=_number(int, 1, 1024),
+        help="decoding threads per GPU (default: the cores divided by the GPUs, at most 10)",
+    )
     add("--shuffle-window", type=COUNT, default=16384, help="records among which the order is shuffled")
     add(
         "--caption-weights", metavar="NAME=W,...", help="how often each caption is taken: raw=1,synthetic=1,generated=2"
@@ -173,13 +202,14 @@ def build_parser() -> Parser:
     add(
         "--on-bad-record", choices=("raise", "skip"), default="raise", help="what a picture that cannot be decoded does"
     )
-    add("--prefetch", type=COUNT, default=3, help="batches made ahead of the training step")
+    add("--prefetch", type=_number(int, 1, 256), default=3, help="batches made ahead of the training step")
     add("--hw-decoder-load", type=_number(float, 0, 1), default=0.65, help="share of JPEGs for the GPU's JPEG engine")
     add("--train-num-samples", type=COUNT, help="expected number of records; an error if the data hold another number")
     add("--max-steps-per-epoch", type=COUNT, help="optimizer steps after which an epoch ends early")
-    add("--val-data", metavar="PATH", help="packed data set for a validation loss")
+    add("--val-data", type=_path, metavar="PATH", help="packed data set for a validation loss")
     add(
         "--eval-data",
+        type=_path,
         metavar="FOLDER",
         help="prepared folder with zs_*.json and retrieval_*.tsv, scored while training",
     )

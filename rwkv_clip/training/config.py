@@ -11,6 +11,7 @@ import argparse
 import copy
 import difflib
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,40 @@ _SECTIONS = {
     "flops_profiler",
     "comms_logger",
 }
+_SWITCHES = {
+    "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+    "prescale_gradients",
+    "wall_clock_breakdown",
+    "memory_breakdown",
+    "dump_state",
+    "disable_python_gc",
+}
+_POSITIVE = {"gradient_predivide_factor", "steps_per_print"}
+_SUBSECTIONS = (
+    ("optimizer", "params"),
+    ("scheduler", "params"),
+    ("zero_optimization", "offload_optimizer"),
+    ("zero_optimization", "offload_param"),
+)
+
+
+def check_kinds(values: dict[str, Any], source: str) -> None:
+    """`UserError` for a value of the wrong kind that DeepSpeed takes, to fail at the first step or misread it."""
+    for key, name in _SUBSECTIONS:
+        section = values.get(key, {}).get(name, {})
+        if not isinstance(section, dict):
+            raise UserError(f"{source}: '{key}.{name}' must be a section {{...}}, found {section!r}")
+    for key in _SWITCHES & values.keys():
+        if not isinstance(values[key], bool):
+            raise UserError(f"{source}: '{key}' must be true or false, found {values[key]!r}")
+    for key in _POSITIVE & values.keys():
+        value = values[key]
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+            raise UserError(f"{source}: '{key}' must be a number above 0, found {value!r}")
+    for key, value in values.get("activation_checkpointing", {}).items():
+        if key != "number_checkpoints" and not isinstance(value, bool):
+            raise UserError(f"{source}: 'activation_checkpointing.{key}' must be true or false, found {value!r}")
 
 
 class _Filler:
@@ -214,18 +249,20 @@ def resolve_config(
     """
     source = str(args.deepspeed_config or "the DeepSpeed JSON")
     check_keys(values, source)
+    check_kinds(values, source)
     config = copy.deepcopy(values)
     filler = _Filler(config, source)
     sizes = _resolve_batch(filler, args, world_size, saved_global_batch)
     _resolve_precision(filler, args)
-    filler.fill("gradient_clipping", "--grad-clip", args.grad_clip, default=0.0)
+    clipping = filler.fill("gradient_clipping", "--grad-clip", args.grad_clip, default=0.0)
+    _number(filler, "gradient_clipping", clipping)
     stage = filler.fill("zero_optimization.stage", "--zero-stage", args.zero_stage, default=0)
     if stage == 3:
         raise UserError(
             f"{source}: ZeRO stage 3 is not supported: each GPU holds this model's weights easily; set "
             "zero_optimization.stage to 1 or 2"
         )
-    if stage not in (0, 1, 2):
+    if stage not in (0, 1, 2) or isinstance(stage, bool):
         raise UserError(f"{source}: zero_optimization.stage must be 0, 1 or 2, found {stage!r}")
     offload = config["zero_optimization"].get("offload_optimizer", {}).get("device", "none")
     if offload == "nvme":
@@ -240,6 +277,11 @@ def resolve_config(
 def _positive(filler: _Filler, key: str, value: Any) -> None:
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
         raise UserError(f"{filler.source}: {key} must be a positive whole number, found {value!r}")
+
+
+def _number(filler: _Filler, key: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise UserError(f"{filler.source}: {key} must be a number, 0 or more, found {value!r}")
 
 
 def _resolve_batch(
@@ -316,7 +358,16 @@ def _resolve_optimizer(filler: _Filler, args: argparse.Namespace) -> None:
         # Other optimizers may have no betas and no eps.
         if given or name in params or name in ("lr", "weight_decay") or kind.lower() in ("adam", "adamw"):
             flag = " ".join("--" + argument.replace("_", "-") for argument in arguments)
-            filler.fill(f"optimizer.params.{name}", flag, value if given else None, default=value)
+            settled = filler.fill(f"optimizer.params.{name}", flag, value if given else None, default=value)
+            if name == "betas":
+                if not isinstance(settled, list) or len(settled) != 2:
+                    raise UserError(
+                        f"{filler.source}: optimizer.params.betas must be two numbers [beta1, beta2], found {settled!r}"
+                    )
+                for beta in settled:
+                    _number(filler, "each of optimizer.params.betas", beta)
+            else:
+                _number(filler, f"optimizer.params.{name}", settled)
 
 
 def _check_scheduler(config: dict[str, Any], args: argparse.Namespace, source: str) -> None:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 # DeepSpeed's own monitors write at x = samples; the run's writer takes their place.
 _TENSORBOARD_OFF = {"enabled": False}
+# Sections of the JSON that DeepSpeed looks at only when it makes the engine.
+_JUDGED_LATE = ("optimizer", "scheduler", "data_types", "torch_autocast", "log_level", "wandb", "csv_monitor", "comet")
 
 
 def deepspeed_form(config: dict[str, Any]) -> dict[str, Any]:
@@ -41,7 +43,8 @@ def validate_config(config: dict[str, Any], source: str) -> None:
     from deepspeed.accelerator import get_accelerator
 
     try:
-        DeepSpeedConfig(deepspeed_form(config))
+        # With the TensorBoard section as it is written, so that DeepSpeed judges it too.
+        DeepSpeedConfig(deepspeed_form(config) | {k: config[k] for k in ("tensorboard",) if k in config})
     except Exception as error:
         raise UserError(f"{source}: DeepSpeed refuses it: {_first_reason(error)}") from None
     precision = precision_name(config)
@@ -127,12 +130,14 @@ def build_engine(
             lr_scheduler=None if "scheduler" in config else lambda basic: LambdaLR(basic, lr_factor),
             config=form,
         )
-    except (ValueError, TypeError, AttributeError, AssertionError) as error:
-        sections = [name for name in ("optimizer", "scheduler") if name in config]
-        if not sections:
+    except (ValueError, TypeError, AttributeError, AssertionError, KeyError, ImportError, OSError) as error:
+        settings = [name for name in _JUDGED_LATE if name in config]
+        if not settings:
             raise
-        raise CommonError(
-            f"DeepSpeed cannot make the {' and '.join(sections)} of the DeepSpeed JSON: {_first_reason(error)}"
+        # A missing package or an unwritable folder may be met by one rank alone.
+        kind = UserError if isinstance(error, (ImportError, OSError)) else CommonError
+        raise kind(
+            f"DeepSpeed cannot do what the DeepSpeed JSON says under {' or '.join(settings)}: {_first_reason(error)}"
         ) from error
     if (config.get("wall_clock_breakdown") or config.get("memory_breakdown")) and "log_level" not in config:
         set_log_level_from_string("info")  # the level at which DeepSpeed prints them

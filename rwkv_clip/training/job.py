@@ -198,5 +198,6 @@ def _finish(
             save(plan.run.weights, published_state_dict(weights))
             logger.info("the run is complete after %d steps: weights in %s", step, plan.run.weights)
     else:
-        logger.info("stopped by %s after step %d, saved; go on with --resume auto", stop.reason, step)
+        reason = stop.reason or "a signal to another process"  # it may be heard of after the stop is agreed
+        logger.info("stopped by %s after step %d, saved; go on with --resume auto", reason, step)
     loop.close()

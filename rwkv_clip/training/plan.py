@@ -21,6 +21,7 @@ from ..data.dataset import Dataset, open_dataset
 from ..data.loader import Loader, check_input_size
 from ..data.pipeline import DecoderSettings
 from ..data.sampler import Sampler
+from ..data.tokenizer import VOCABULARY_SIZE
 from ..errors import UserError
 from ..model.clip import RWKVCLIP
 from ..model.config import ModelConfig, load_config
@@ -158,6 +159,7 @@ def make_plan(args: argparse.Namespace, world: World) -> Plan:
     with world.together(), phase("opening the data"):
         data = open_dataset(args.train_data)
         _check_count(args, data)
+        _check_vocabulary(model_config)
         sampler = Sampler(
             data.shard_sizes,
             args.seed,
@@ -219,6 +221,15 @@ def _check_count(args: argparse.Namespace, data: Dataset) -> None:
         )
 
 
+def _check_vocabulary(model_config: ModelConfig) -> None:
+    """The embedding would be read beyond its end: an IndexError on a CPU, a device-side assertion on a GPU."""
+    if model_config.text.vocab_size < VOCABULARY_SIZE:
+        raise UserError(
+            f"the model's text.vocab_size is {model_config.text.vocab_size}, but the tokenizer of the data has "
+            f"{VOCABULARY_SIZE} tokens: set it to {VOCABULARY_SIZE}"
+        )
+
+
 def _check_evaluation_folder(folder: str | None) -> None:
     if folder is not None:
         from ..evaluation.datasets import find_sets
@@ -276,6 +287,9 @@ def _read_pretrained(path: str, model_config: ModelConfig) -> dict[str, Tensor]:
     with torch.device("meta"):
         model = RWKVCLIP(model_config)
     check_fit(model, weights, path)
+    broken = [name for name, value in weights.items() if not value.isfinite().all()]
+    if broken:
+        raise UserError(f"--pretrained {path}: '{broken[0]}' holds NaN or Inf; take an earlier checkpoint")
     return weights
 
 

@@ -31,11 +31,16 @@ class RunFolder:
 
     @property
     def holds_a_run(self) -> bool:
-        return any(path.exists() for path in (self.args, self.metrics, self.checkpoints))
+        """Whether a run got as far as its description; one that was refused before leaves an empty folder."""
+        return self.args.exists() or self.metrics.exists() or any(self.checkpoints.glob("*"))
 
     def check_free(self, resume: str | None) -> None:
         """`UserError` if there is a run already and nobody said to go on with it."""
-        if self.holds_a_run and resume is None:
+        try:
+            holds_a_run = self.holds_a_run
+        except OSError as error:
+            raise UserError(f"cannot read --output {self.path}: {error.strerror}; choose another folder") from None
+        if holds_a_run and resume is None:
             raise UserError(
                 f"{self.path} already holds a run: give --resume auto to go on with it, or another --output"
             )

@@ -28,6 +28,11 @@ def test_a_missing_flag_is_named():
         parse_arguments(["--model", "x", "--output", "y"])
 
 
+@pytest.mark.parametrize("flag", ["--model", "--train-data", "--output", "--resume", "--pretrained", "--val-data"])
+def test_an_empty_path_is_refused_since_it_would_mean_the_working_folder(flag):
+    assert f"{flag}: is empty" in refusal(flag, "")
+
+
 def test_a_misspelt_flag_is_answered_with_the_near_one():
     assert "did you mean --epochs?" in refusal("--epoch", "3")
 
@@ -50,6 +55,10 @@ def test_O11_a_flag_of_the_published_trainer_without_meaning_is_refused_with_its
         ("--precision", "int8"),
         ("--lr-schedule", "cosin"),
         ("--zero-stage", "3"),
+        ("--lr", "inf"),
+        ("--warmup", "inf"),
+        ("--shuffle-window", "100000000000000000000"),
+        ("--workers", "100000"),
     ],
 )
 def test_a_value_out_of_range_is_refused_with_the_flag_and_the_value(flag, value):

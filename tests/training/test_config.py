@@ -194,3 +194,30 @@ def test_every_shipped_file_resolves_and_deepspeed_reads_it(path):
     deepspeed = json.loads(json.dumps(config))
     if precision_name(config) != "fp16":  # not every CPU computes in fp16
         validate_config(deepspeed, path.name)
+
+
+@pytest.mark.parametrize(
+    ("values", "key"),
+    [
+        ({"gradient_clipping": -1}, "gradient_clipping"),
+        ({"gradient_clipping": "x"}, "gradient_clipping"),
+        ({"zero_optimization": {"stage": True}}, "zero_optimization.stage"),
+        ({"zero_optimization": {"stage": 1, "offload_optimizer": "cpu"}}, "zero_optimization.offload_optimizer"),
+        ({"optimizer": {"type": "AdamW", "params": []}}, "optimizer.params"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": "x"}}}, "optimizer.params.lr"),
+        ({"optimizer": {"type": "AdamW", "params": {"betas": 3}}}, "optimizer.params.betas"),
+        ({"scheduler": {"type": "WarmupLR", "params": 3}}, "scheduler.params"),
+        ({"activation_checkpointing": {"enabled": "no"}}, "activation_checkpointing.enabled"),
+        ({"prescale_gradients": "x"}, "prescale_gradients"),
+        ({"gradient_predivide_factor": 0}, "gradient_predivide_factor"),
+        ({"steps_per_print": "x"}, "steps_per_print"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_refused_with_its_key(values, key):
+    assert key in refusal({"train_micro_batch_size_per_gpu": 8, **values})
+
+
+def test_a_tensorboard_section_is_checked_although_deepspeed_does_not_write_it():
+    config, _ = resolve({"train_micro_batch_size_per_gpu": 8, "tensorboard": {"enabled": "x"}}, world_size=1)
+    with pytest.raises(UserError, match="enabled"):
+        validate_config(config, "ds.json")

@@ -1,0 +1,54 @@
+"""What is refused before a model is built, where several parts of a job must fit together."""
+
+import json
+
+import pytest
+import torch
+
+from rwkv_clip import create_model
+from rwkv_clip.errors import UserError
+from rwkv_clip.model.config import load_config
+from rwkv_clip.model.published import published_state_dict, save
+from rwkv_clip.training.plan import _check_vocabulary, _read_pretrained
+from rwkv_clip.training.run_folder import RunFolder
+
+SMALL = {
+    "image": {"image_size": 16, "patch_size": 8, "width": 16, "depth": 1, "num_heads": 2, "hidden_rate": 2},
+    "text": {"context_length": 12, "vocab_size": 100, "width": 16, "depth": 1, "num_heads": 2, "ffn_width": 32},
+}
+
+
+@pytest.fixture
+def model(tmp_path):
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps(SMALL))
+    return load_config(path)
+
+
+def test_a_vocabulary_smaller_than_the_tokenizer_s_is_refused(model):
+    with pytest.raises(UserError, match="text.vocab_size is 100, .* set it to 49408"):
+        _check_vocabulary(model)
+
+
+def test_pretrained_weights_with_nan_are_refused_by_name(model, tmp_path):
+    weights = published_state_dict(create_model(model))
+    name = "text_model.emb.weight"
+    weights[name] = torch.full_like(weights[name], float("nan"))
+    save(tmp_path / "broken.pt", weights)
+    with pytest.raises(UserError, match=f"'{name}' holds NaN or Inf"):
+        _read_pretrained(str(tmp_path / "broken.pt"), model)
+
+
+def test_a_job_that_was_refused_at_its_start_may_be_started_again_into_the_same_folder(tmp_path):
+    run = RunFolder(tmp_path / "run")
+    run.check_free(None)
+    run.create()  # the data are checked after it, and may be refused
+    RunFolder(tmp_path / "run").check_free(None)
+    (run.checkpoints / "step_00000001").mkdir()
+    with pytest.raises(UserError, match="already holds a run"):
+        run.check_free(None)
+
+
+def test_an_output_path_that_no_disk_takes_is_refused(tmp_path):
+    with pytest.raises(UserError, match="cannot read --output"):
+        RunFolder(tmp_path / ("x" * 300)).check_free(None)
