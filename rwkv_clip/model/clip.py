@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .checkpointing import CheckpointFunction
+from .blocks import CheckpointFunction
 from .config import ModelConfig, load_config
 from .image_tower import ImageTower
 from .init import initialize_text_
@@ -71,9 +71,9 @@ class RWKVCLIP(PreciseModule):
         return image_features, text_features, scale.squeeze(0)
 
     def set_activation_checkpointing(self, function: CheckpointFunction | None) -> None:
-        """Run every block through `function(block, *args)`, or plainly if None (see checkpointing.py)."""
-        self.image_model.checkpoint_function = function
-        self.text_model.checkpoint_function = function
+        """Run every block through `function(block, *args)`, or plainly if None (see blocks.py)."""
+        self.image_model.block_runner.checkpoint_function = function
+        self.text_model.block_runner.checkpoint_function = function
 
     def precise_parameters(self) -> dict[str, tuple[nn.Parameter, Tensor]]:
         """Name -> (parameter, float32 buffer) of the parameters that act with float32 values (see precise.py)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import UserError
-from .checkpointing import CheckpointFunction, run_block
+from .blocks import BlockRunner
 from .config import ImageConfig
 from .init import IMAGE_TIME_MIX, LayerPosition
 from .mixing import ImageChannelMix, TimeMix
@@ -47,7 +48,6 @@ class ImageBlock(nn.Module):
         super().__init__()
         width = config.width
         shift = partial(shift_image, num_heads=config.num_heads, with_cls_token=config.with_cls_token)
-        self.drop_path_rate = config.drop_path_rate * layer.rising
         self.ln1 = nn.LayerNorm(width)
         self.ln2 = nn.LayerNorm(width)
         if layer.index == 0:
@@ -55,19 +55,17 @@ class ImageBlock(nn.Module):
         self.att = TimeMix(width, config.num_heads, layer, IMAGE_TIME_MIX, shift, eps=1e-5)
         self.ffn = ImageChannelMix(width, config.hidden_rate * width, layer, shift)
 
-    def forward(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
-        if hasattr(self, "ln0"):
-            x = self.ln0(x)
-        x = self.add_branch(x, self.att(self.ln1(x), grid))
-        return self.add_branch(x, self.ffn(self.ln2(x), grid))
+    def forward(self, x: Tensor, grid: tuple[int, int], branch_scales: Tensor | None = None) -> Tensor:
+        """branch_scales: factors on the two branches for each sample [2, B, 1, 1] (see `ImageTower.branch_scales`)."""
+        # The same code for every block of a tower, without the first one's ln0: they share one compiled graph.
+        first, second = (None, None) if branch_scales is None else branch_scales.unbind(0)
+        x = add_branch(x, self.att(self.ln1(x), grid), first)
+        return add_branch(x, self.ffn(self.ln2(x), grid), second)
 
-    def add_branch(self, x: Tensor, branch: Tensor) -> Tensor:
-        """x + branch; in training the branch of a random share of samples is dropped, the others scaled up."""
-        if self.drop_path_rate == 0.0 or not self.training:
-            return x + branch
-        keep = 1.0 - self.drop_path_rate
-        scale = branch.new_empty(branch.shape[0], 1, 1).bernoulli_(keep).div_(keep)
-        return torch.addcmul(x, branch, scale)
+
+def add_branch(x: Tensor, branch: Tensor, scale: Tensor | None) -> Tensor:
+    """x + branch, or x + branch * scale."""
+    return x + branch if scale is None else torch.addcmul(x, branch, scale)
 
 
 class ImageTower(nn.Module):
@@ -76,7 +74,7 @@ class ImageTower(nn.Module):
     def __init__(self, config: ImageConfig) -> None:
         super().__init__()
         self.config = config
-        self.checkpoint_function: CheckpointFunction | None = None
+        self.block_runner = BlockRunner()
         if config.with_cls_token:
             self.cls_token = nn.Parameter(torch.zeros(1, 1, config.width))
         self.pos_embed = nn.Parameter(torch.zeros(1, config.grid[0] * config.grid[1], config.width))
@@ -99,14 +97,28 @@ class ImageTower(nn.Module):
         x = self.patch_embed(images.to(self.pos_embed.dtype)) + self.position_embedding(grid)
         if self.config.with_cls_token:
             x = torch.cat((x, self.cls_token.expand(x.shape[0], -1, -1)), dim=1)
-        for layer in self.layers:
-            x = run_block(self.checkpoint_function, layer, x, grid)
+        x = self.layers[0].ln0(x)
+        for layer, scales in zip(self.layers, self.branch_scales(x), strict=True):
+            x = self.block_runner(layer, x, grid, scales)
         x = self.ln1(x)
         if self.config.output_cls_token:
             return x[:, -1].float()
         if self.config.with_cls_token:
             x = x[:, :-1]
         return x.mean(dim=1, dtype=torch.float32)
+
+    def branch_scales(self, x: Tensor) -> Sequence[Tensor | None]:
+        """Drop path: for each layer the factors on its branches, [2, B, 1, 1] in x's dtype, or None for 1.
+
+        In training a share of the samples, which rises linearly from 0 in the first layer to the configured rate in the
+        last, loses a branch (factor 0); the others' is scaled up to keep the mean. Drawn for all layers at once.
+        """
+        rate, depth = self.config.drop_path_rate, self.config.depth
+        if rate == 0.0 or not self.training:
+            return [None] * depth
+        kept = torch.linspace(1.0, 1.0 - rate, depth, device=x.device).view(-1, 1, 1, 1, 1)
+        drawn = torch.rand(depth, 2, x.shape[0], 1, 1, device=x.device)
+        return ((drawn < kept) / kept).to(x.dtype).unbind(0)
 
     def grid_of(self, images: Tensor) -> tuple[int, int]:
         """Rows and columns of patches in `images`."""

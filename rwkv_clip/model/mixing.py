@@ -82,18 +82,28 @@ class TimeMix(PreciseModule):
         w = precise_value(self.time_decay, self.time_decay_fp32) + change.float()
         u = precise_value(self.time_faaaa, self.time_faaaa_fp32)
         y = ops.wkv6(r, k, v, w.unflatten(2, heads), u)
-        y = self.ln_x(y.reshape(-1, x.shape[2])).view(x.shape)
-        return self.output(y * F.silu(self.gate(xg)))
+        return self.output(self.normalized_heads(y) * F.silu(self.gate(xg)))
+
+    def normalized_heads(self, y: Tensor) -> Tensor:
+        """Group norm over each head: (B, T, H, N) -> (B, T, C).
+
+        As a layer norm over N with the weights applied after it, whose gradient is far cheaper than that of
+        PyTorch's group norm where there is one value per channel and group.
+        """
+        y = F.layer_norm(y, y.shape[3:], eps=self.ln_x.eps).flatten(2)
+        return torch.addcmul(self.ln_x.bias, y, self.ln_x.weight)
 
     def mixed_inputs(self, x: Tensor, grid: Grid) -> tuple[Tensor, ...]:
         """Inputs of the w, k, v, r and g projections, each (B, T, C)."""
-        batch, length, width = x.shape
         difference = self.shift(x, grid) - x
         hidden = torch.tanh(torch.addcmul(x, difference, self.time_maa_x) @ self.time_maa_w1)
-        hidden = hidden.view(batch * length, 5, TIME_MIX_RANK).transpose(0, 1)
-        constant = torch.cat((self.time_maa_w, self.time_maa_k, self.time_maa_v, self.time_maa_r, self.time_maa_g))
-        ratios = constant + torch.bmm(hidden, self.time_maa_w2)  # [5, B * T, C]
-        return torch.addcmul(x, difference, ratios.view(5, batch, length, width)).unbind(0)
+        hidden = hidden.view(-1, 5, TIME_MIX_RANK).transpose(0, 1)
+        ratios = torch.bmm(hidden, self.time_maa_w2).unbind(0)  # each [B * T, C]
+        constants = (self.time_maa_w, self.time_maa_k, self.time_maa_v, self.time_maa_r, self.time_maa_g)
+        return tuple(
+            torch.addcmul(x, difference, constant + ratio.view(x.shape))
+            for constant, ratio in zip(constants, ratios, strict=True)
+        )
 
 
 class ChannelMix(nn.Module):

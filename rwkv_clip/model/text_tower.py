@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import UserError
-from .checkpointing import CheckpointFunction, run_block
+from .blocks import BlockRunner
 from .config import TextConfig
 from .init import TEXT_TIME_MIX, LayerPosition
 from .mixing import TextChannelMix, TimeMix
@@ -32,8 +32,7 @@ class TextBlock(nn.Module):
         self.ffn = TextChannelMix(width, config.ffn_width, layer, shift)
 
     def forward(self, x: Tensor) -> Tensor:
-        if hasattr(self, "ln0"):
-            x = self.ln0(x)
+        # The same code for every block of a tower, without the first one's ln0: they share one compiled graph.
         # Dropout acts on the sum, the residual included, as published.
         x = F.dropout(x + self.att(self.ln1(x)), self.dropout, self.training)
         return F.dropout(x + self.ffn(self.ln2(x)), self.dropout, self.training)
@@ -45,7 +44,7 @@ class TextTower(nn.Module):
     def __init__(self, config: TextConfig) -> None:
         super().__init__()
         self.config = config
-        self.checkpoint_function: CheckpointFunction | None = None
+        self.block_runner = BlockRunner()
         self.emb = nn.Embedding(config.vocab_size, config.width)
         blocks = (TextBlock(config, LayerPosition(index, config.depth)) for index in range(config.depth))
         self.blocks = nn.ModuleList(blocks)
@@ -66,6 +65,7 @@ class TextTower(nn.Module):
                 f"{tokens.dtype} {list(tokens.shape)}; use tokenize(texts, context_length)"
             )
         x = F.dropout(self.emb(tokens), self.config.dropout, self.training)
+        x = self.blocks[0].ln0(x)
         for block in self.blocks:
-            x = run_block(self.checkpoint_function, block, x)
+            x = self.block_runner(block, x)
         return F.normalize(self.ln_out(x).float(), dim=-1).mean(dim=1)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
+from .compilation import check_section as check_compile_section
 
 AUTO = "auto"
 
@@ -39,6 +40,7 @@ KNOWN_KEYS = {
     "prescale_gradients",
     "gradient_predivide_factor",
     "activation_checkpointing",
+    "compile",
     "checkpoint",
     "aio",
     "tensorboard",
@@ -81,7 +83,6 @@ REFUSED_KEYS = {
     "managed_gradient_accumulation": "the training loop sets the accumulation boundaries itself",
     "gradient_allreduce_op": "gradients are averaged over the ranks, as the loss expects",
     "disable_allgather": "DeepSpeed ignores it",
-    "compile": "compilation is not offered yet",
 }
 ACTIVATION_CHECKPOINTING_KEYS = {
     "partition_activations",
@@ -149,6 +150,7 @@ def check_keys(values: dict[str, Any], source: str) -> None:
             )
         if key in _SECTIONS and not isinstance(value, dict):
             raise UserError(f"{source}: '{key}' must be a section {{...}}, found {value!r}")
+    check_compile_section(values.get("compile", {}), source)
     section = values.get("activation_checkpointing", {})
     for key in section:
         if key not in ACTIVATION_CHECKPOINTING_KEYS | {ACTIVATION_CHECKPOINTING_SWITCH}:
@@ -167,6 +169,7 @@ _SECTIONS = {
     "data_types",
     "zero_optimization",
     "activation_checkpointing",
+    "compile",
     "checkpoint",
     "tensorboard",
     "wandb",

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ..errors import UserError
 from ..model.clip import RWKVCLIP
+from .compilation import compile_towers
 from .config import ACTIVATION_CHECKPOINTING_SWITCH, checkpoints_activations, precision_name
 from .distributed import CommonError, World
 from .masters import set_masters
@@ -29,8 +30,9 @@ _JUDGED_LATE = ("optimizer", "scheduler", "data_types", "torch_autocast", "log_l
 
 
 def deepspeed_form(config: dict[str, Any]) -> dict[str, Any]:
-    """The resolved configuration as DeepSpeed gets it: without TensorBoard, which is written here."""
+    """The resolved configuration as DeepSpeed gets it: without TensorBoard and compilation, which are done here."""
     config = copy.deepcopy(config)
+    config.pop("compile", None)
     if "tensorboard" in config:
         config["tensorboard"] = dict(_TENSORBOARD_OFF)
     config.get("activation_checkpointing", {}).pop(ACTIVATION_CHECKPOINTING_SWITCH, None)
@@ -145,6 +147,8 @@ def build_engine(
     engine.monitor.enabled = False
     set_masters(engine, exact)
     set_training_mode(engine.module)
+    replays = args.accumulation == "global" and config["gradient_accumulation_steps"] > 1
+    compile_towers(engine.module, config, world, replays)
     return engine
 
 

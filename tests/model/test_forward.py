@@ -11,7 +11,7 @@ from small_models import small_batch, small_config, small_model
 from rwkv_clip import ops
 from rwkv_clip.errors import UserError
 from rwkv_clip.model.clip import RWKVCLIP
-from rwkv_clip.model.image_tower import PatchProjection
+from rwkv_clip.model.image_tower import PatchProjection, add_branch
 
 
 def test_forward_gives_unit_features_and_a_scalar_temperature() -> None:
@@ -58,7 +58,7 @@ def test_patches_are_projected_as_a_convolution_does() -> None:
 def test_the_class_token_is_appended_last_and_is_the_feature_when_it_is_the_output(output: bool) -> None:
     model = small_model(image=dict(with_cls_token=True, output_cls_token=output))
     inputs, outputs = [], []
-    model.image_model.layers[0].register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
+    model.image_model.layers[0].ln0.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
     model.image_model.ln1.register_forward_hook(lambda module, args, result: outputs.append(result))
     features = model.encode_image(small_batch(model)[0])
     assert inputs[0].shape == outputs[0].shape == (3, 17, 32)
@@ -147,22 +147,36 @@ def test_decay_and_bonus_reach_the_operator_in_float32(monkeypatch: pytest.Monke
 
 
 def test_drop_path_drops_whole_samples_in_training_alone_and_keeps_the_mean() -> None:
-    model = small_model(image=dict(drop_path_rate=0.5))
-    first, last = model.image_model.layers
-    assert (first.drop_path_rate, last.drop_path_rate) == (0.0, 0.5)
+    tower = small_model(image=dict(drop_path_rate=0.5)).image_model
     x, branch = torch.zeros(4000, 2, 3), torch.ones(4000, 2, 3)
-    dropped = last.add_branch(x, branch)
+    first, last = tower.branch_scales(x)
+    assert torch.equal(first, torch.ones(2, 4000, 1, 1))
+    assert not torch.equal(last[0], last[1])
+    dropped = add_branch(x, branch, last[0])
     per_sample = dropped[:, 0, 0]
     assert torch.equal(dropped, per_sample[:, None, None].expand_as(dropped))
     assert set(per_sample.tolist()) == {0.0, 2.0}
     assert per_sample.mean().item() == pytest.approx(1.0, abs=0.05)
-    assert torch.equal(last.eval().add_branch(x, branch), branch)
+    assert tower.eval().branch_scales(x) == [None, None]
+    assert torch.equal(add_branch(x, branch, None), branch)
+
+
+def test_drop_path_acts_on_both_branches_of_a_block() -> None:
+    block = small_model(image=dict(drop_path_rate=0.5)).image_model.layers[1]
+    x = torch.randn(3, 16, 32)
+    scales = torch.zeros(2, 3, 1, 1)
+    assert torch.equal(block(x, (4, 4), scales), x)
+    for branch in (0, 1):
+        scales = torch.zeros(2, 3, 1, 1)
+        scales[branch, 1] = 1.0
+        changed = (block(x, (4, 4), scales) != x).flatten(1).any(dim=1)
+        assert changed.tolist() == [False, True, False]
 
 
 def test_drop_path_rates_rise_linearly_over_the_depth() -> None:
-    model = RWKVCLIP(small_config(image=dict(depth=4, drop_path_rate=0.3)))
-    rates = [layer.drop_path_rate for layer in model.image_model.layers]
-    assert rates == pytest.approx([0.0, 0.1, 0.2, 0.3])
+    tower = RWKVCLIP(small_config(image=dict(depth=4, drop_path_rate=0.3))).image_model
+    scales = torch.stack(tower.branch_scales(torch.zeros(8000, 1, 1)))
+    assert scales.eq(0).float().mean(dim=(1, 2, 3, 4)).tolist() == pytest.approx([0.0, 0.1, 0.2, 0.3], abs=0.01)
 
 
 def test_text_dropout_acts_in_training_alone() -> None:
