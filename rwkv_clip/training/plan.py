@@ -187,7 +187,7 @@ def make_plan(args: argparse.Namespace, world: World) -> Plan:
             plan.pretrained = _read_pretrained(args.pretrained, model_config)
     with world.together():
         if world.is_first:
-            run.create()
+            run.create(args.resume)
     with world.together(), phase("checking the data"):
         if world.is_first:
             _check_data(data, run)

@@ -2,17 +2,23 @@
 
 args.json  model.json  ds_config.json  training.log  metrics.jsonl  tensorboard/
 checkpoints/step_00001000/  checkpoints/latest
+run.lock, which the job that writes here holds locked
 weights.pt, when the run has ended
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
+import socket
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from ..errors import UserError
+
+LOCK = "run.lock"
 
 
 class RunFolder:
@@ -28,6 +34,7 @@ class RunFolder:
         self.tensorboard = self.path / "tensorboard"
         self.checkpoints = self.path / "checkpoints"
         self.weights = self.path / "weights.pt"
+        self._lock: IO[str] | None = None
 
     @property
     def holds_a_run(self) -> bool:
@@ -45,16 +52,36 @@ class RunFolder:
                 f"{self.path} already holds a run: give --resume auto to go on with it, or another --output"
             )
 
-    def create(self) -> None:
-        """Make the folder and see that it can be written to."""
+    def create(self, resume: str | None = None) -> None:
+        """Make the folder, see that it can be written to, and keep other jobs out of it for as long as this one lives.
+
+        Rank 0 calls it. Two jobs that start at the same time both find the folder free; here one of them is refused.
+        """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self.checkpoints.mkdir(exist_ok=True)
-            probe = self.path / f".probe.{os.getpid()}"
-            probe.touch()
-            probe.unlink()
+            self._lock_it()
         except OSError as error:
             raise UserError(f"cannot write to --output {self.path}: {error.strerror}; choose another folder") from None
+        self.check_free(resume)
+
+    def _lock_it(self) -> None:
+        lock = open(self.path / LOCK, "a+", encoding="utf-8")  # noqa: SIM115 - held open: closing it gives the lock up
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                lock.seek(0)
+                raise UserError(
+                    f"another job ({lock.read().strip() or 'unknown'}) is writing to --output {self.path}: wait until "
+                    "it has ended, or choose another --output"
+                ) from None
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):  # file systems without locks
+                raise
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        lock.flush()
+        self._lock = lock
 
     def describe(self, args: dict[str, Any], model: dict[str, Any], deepspeed_config: dict[str, Any]) -> None:
         """Write the three JSON files that say what the run is."""

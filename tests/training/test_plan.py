@@ -1,6 +1,8 @@
 """What is refused before a model is built, where several parts of a job must fit together."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -47,6 +49,24 @@ def test_a_job_that_was_refused_at_its_start_may_be_started_again_into_the_same_
     (run.checkpoints / "step_00000001").mkdir()
     with pytest.raises(UserError, match="already holds a run"):
         run.check_free(None)
+
+
+def test_a_second_job_with_the_same_output_is_refused_while_the_first_lives(tmp_path):
+    script = "import sys; from rwkv_clip.training.run_folder import RunFolder; run = RunFolder(sys.argv[1])"
+    first = subprocess.Popen(
+        [sys.executable, "-c", f"{script}; run.create('auto'); print('ready', flush=True); sys.stdin.read()", tmp_path],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert first.stdout.readline() == "ready\n"
+        with pytest.raises(UserError, match=f"another job .process {first.pid} on .* is writing to --output"):
+            RunFolder(tmp_path).create("auto")
+    finally:
+        first.kill()
+        first.wait()
+    RunFolder(tmp_path).create("auto")  # a killed job leaves no lock behind
 
 
 def test_an_output_path_that_no_disk_takes_is_refused(tmp_path):
