@@ -11,6 +11,13 @@ from . import toolchain
 from .builder import CSRC, ROOT, RWKVOpBuilder
 
 
+# torch takes the operators of half types away from CUDA code that it compiles; the kernels are plain CUDA.
+HALF_OPERATORS = [
+    f"-U__CUDA_NO_{name}__"
+    for name in ("HALF_OPERATORS", "HALF_CONVERSIONS", "HALF2_OPERATORS", "BFLOAT16_CONVERSIONS")
+]
+
+
 class WKV6Builder(RWKVOpBuilder, CUDAOpBuilder):
     BUILD_VAR = "DS_BUILD_WKV6"
     NAME = "wkv6"
@@ -27,7 +34,7 @@ class WKV6Builder(RWKVOpBuilder, CUDAOpBuilder):
         # No --use_fast_math, which DeepSpeed's default has: exp must be exact and small numbers must not become 0.
         archs = None if self.jit_mode or "TORCH_CUDA_ARCH_LIST" in os.environ else toolchain.default_cuda_archs()
         threads = os.environ.get("DS_NVCC_THREADS") or str(min(os.cpu_count() or 1, 8))
-        return ["-O3", "-lineinfo", f"--threads={threads}", *self.compute_capability_args(archs)]
+        return ["-O3", "-lineinfo", f"--threads={threads}", *HALF_OPERATORS, *self.compute_capability_args(archs)]
 
     def target(self) -> str:
         capabilities = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}

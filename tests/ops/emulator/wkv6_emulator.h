@@ -68,7 +68,9 @@ inline Index3 block_index{0, 0, 0};
 inline Index3 block_size{0, 1, 1};
 inline Index3 grid_size{0, 1, 1};
 inline uint32_t random_state = 1;
-inline size_t shared_memory_limit = 227 * 1024;
+// Bytes that a thread block may have; WKV6_SHARED_KB stands for a smaller device.
+inline size_t shared_memory_limit =
+    1024 * static_cast<size_t>(std::getenv("WKV6_SHARED_KB") ? std::atoi(std::getenv("WKV6_SHARED_KB")) : 227);
 
 inline uint32_t random_bits() {
     random_state = random_state * 1664525u + 1013904223u;
