@@ -32,7 +32,7 @@ class RWKVOpBuilder:
 
     BUILD_VAR: str  # environment variable that makes setup.py compile the op
     NAME: str
-    FILES: tuple[str, ...]  # glob patterns, relative to ROOT, of all files that the compiler reads
+    FILES: tuple[str, ...]  # glob patterns, relative to ROOT: the builder's own file and all that the compiler reads
 
     _loaded: dict[str, ModuleType] = {}
 
@@ -89,7 +89,7 @@ class RWKVOpBuilder:
         So two versions of the sources or of torch never share a folder, nor do two installations, which ninja would
         rebuild in turn. One build serves every head size and length.
         """
-        settings = (ROOT, sys.version_info[:2], torch.__version__, torch.version.cuda, self.target(), self.cxx_args())
+        settings = (ROOT, sys.version_info[:2], torch.__version__, torch.version.cuda, self.target())
         digest = hashlib.sha256(repr(settings).encode())
         for pattern in self.FILES:
             for path in sorted(ROOT.glob(pattern)):

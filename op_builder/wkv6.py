@@ -10,7 +10,6 @@ from deepspeed.ops.op_builder.builder import CUDAOpBuilder
 from . import toolchain
 from .builder import CSRC, ROOT, RWKVOpBuilder
 
-
 # torch takes the operators of half types away from CUDA code that it compiles; the kernels are plain CUDA.
 HALF_OPERATORS = [
     f"-U__CUDA_NO_{name}__"
@@ -21,7 +20,7 @@ HALF_OPERATORS = [
 class WKV6Builder(RWKVOpBuilder, CUDAOpBuilder):
     BUILD_VAR = "DS_BUILD_WKV6"
     NAME = "wkv6"
-    FILES = (f"{CSRC}/wkv6.h", f"{CSRC}/wkv6_binding.h", f"{CSRC}/wkv6_cuda*")
+    FILES = ("op_builder/wkv6.py", f"{CSRC}/wkv6.h", f"{CSRC}/wkv6_binding.h", f"{CSRC}/wkv6_cuda*")
 
     def sources(self) -> list[str]:
         kernels = sorted(path.name for path in (ROOT / CSRC).glob("wkv6_cuda*.cu"))

@@ -11,7 +11,7 @@ from .builder import CSRC, RWKVOpBuilder
 class WKV6CPUBuilder(RWKVOpBuilder, CPUOpBuilder):
     BUILD_VAR = "DS_BUILD_WKV6_CPU"
     NAME = "wkv6_cpu"
-    FILES = (f"{CSRC}/wkv6.h", f"{CSRC}/wkv6_binding.h", f"{CSRC}/wkv6_cpu*")
+    FILES = ("op_builder/wkv6_cpu.py", f"{CSRC}/wkv6.h", f"{CSRC}/wkv6_binding.h", f"{CSRC}/wkv6_cpu*")
 
     def sources(self) -> list[str]:
         return [f"{CSRC}/wkv6_cpu_binding.cpp", f"{CSRC}/wkv6_cpu.cpp"]

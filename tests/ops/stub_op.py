@@ -13,7 +13,7 @@ from op_builder.builder import RWKVOpBuilder
 class StubBuilder(RWKVOpBuilder, CPUOpBuilder):
     BUILD_VAR = "DS_BUILD_STUB"
     NAME = "stub"
-    FILES = ("tests/ops/stub_op.cpp",)
+    FILES = ("tests/ops/stub_op.py", "tests/ops/stub_op.cpp")
 
     def sources(self) -> list[str]:
         return ["tests/ops/stub_op.cpp"]
