@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import UserError
-from .launcher import OWN_VARIABLES, Place
+from .launcher import OWN_VARIABLES, Place, planned_hosts
 
 # Waiting for a peer in a start-up phase (op build, data check) ends when the watchdog learns of its failure.
 _PATIENCE = timedelta(hours=2)
@@ -171,8 +171,8 @@ def meet(place: Place, device: torch.device, timeout: int, job: str) -> World:
             missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
             raise UserError(
                 f"{len(missing)} of {place.world_size} processes did not start within {timeout} s (rank "
-                f"{_ranges(missing)}): look for their errors above, check that every machine has this code, its Python "
-                "and its own RANK, or give --start-timeout more seconds"
+                f"{_ranges(missing)}{_machines(place, missing)}): look for their errors above, check that every "
+                "machine has this code, its Python and its own RANK, or give --start-timeout more seconds"
             )
         if missing and place.rank == 0:
             told = waited
@@ -221,6 +221,12 @@ def _connect(place: Place, timeout: int, job: str, as_client: bool = False) -> d
         ) from None
     digest = hashlib.sha256(job.encode()).hexdigest()[:16]
     return dist.PrefixStore(f"rwkv_clip/{digest}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+
+
+def _machines(place: Place, ranks: list[int]) -> str:
+    hosts = planned_hosts(place)
+    names = dict.fromkeys(hosts[rank] for rank in ranks if rank < len(hosts))
+    return f" on {', '.join(names)}" if names else ""
 
 
 def _ranges(numbers: list[int]) -> str:

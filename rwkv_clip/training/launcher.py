@@ -194,6 +194,18 @@ def check_launcher(place: Place, process: int | None = None) -> None:
                 )
 
 
+def planned_hosts(place: Place, process: int | None = None) -> list[str]:
+    """The machine of each rank as DeepSpeed's launcher was told; empty where nobody says."""
+    if place.launcher != "deepspeed":
+        return []
+    for _, words in _ancestors(os.getppid() if process is None else process, 3):
+        world = _option(words, "--world_info")
+        if world:
+            machines = json.loads(base64.urlsafe_b64decode(world))
+            return [host for host, slots in machines.items() for _ in slots]
+    return []
+
+
 def _ancestors(process: int, count: int) -> list[tuple[int, list[str]]]:
     """(id, command line) of a process and the ones above it, as far as they can be read."""
     found = []

@@ -71,7 +71,8 @@ class Result:
 class Job:
     """A running job.
 
-    launcher: "deepspeed" or "torchrun", both with two ranks, or "alone". prefix: words in front of its command.
+    launcher: "deepspeed" or "torchrun", both with two ranks, "pdsh" (deepspeed on the machines of `hostfile`, with
+    the stand-in beside this file), or "alone". prefix: words in front of its command.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Job:
         hosts = ["--hostfile", hostfile] if hostfile else []
         command = {
             "deepspeed": ["deepspeed", *hosts, "--num_gpus", "2", "--master_port", port],
+            "pdsh": ["deepspeed", *hosts, "--master_addr", "127.0.0.1", "--master_port", port, "--no_ssh_check"],
             "torchrun": ["torchrun", "--nproc-per-node", "2", "--master-port", port],
             "alone": [sys.executable],
         }[launcher]
@@ -157,7 +159,7 @@ def environment() -> dict[str, str]:
     """One thread per rank, no launcher's leftovers, this checkout's package, this Python's scripts."""
     left_out = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     kept = {name: value for name, value in os.environ.items() if name not in left_out}
-    path = [str(Path(sys.executable).parent), kept.get("PATH", "")]
+    path = [str(Path(__file__).parent), str(Path(sys.executable).parent), kept.get("PATH", "")]
     packages = [str(REPOSITORY), *filter(None, [kept.get("PYTHONPATH")])]
     return {
         **kept,

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from rwkv_clip.errors import UserError
-from rwkv_clip.training.launcher import Place, check_launcher, find_place
+from rwkv_clip.training.launcher import Place, check_launcher, find_place, planned_hosts
 
 TORCH = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
 SLURM = {
@@ -114,3 +114,19 @@ def test_a_world_size_other_than_the_launcher_s_is_an_error(tmp_path):
     checked(tmp_path, f"--world_info={world}", world_size=4)
     with pytest.raises(UserError, match="WORLD_SIZE is 3, but the deepspeed launcher started 4"):
         checked(tmp_path, f"--world_info={world}", world_size=3)
+
+
+def test_the_machine_of_each_rank_is_known_from_deepspeed_s_launcher():
+    world = base64.urlsafe_b64encode(json.dumps({"node1": [0, 1], "node2": [0]}).encode()).decode()
+    words = [sys.executable, "-c", "import time; time.sleep(60)", f"--world_info={world}"]
+    launcher = subprocess.Popen(words)
+    place = Place("deepspeed", 0, 3, 0, 2, "node1", 29500)
+    try:
+        deadline = time.monotonic() + 10
+        while planned_hosts(place, launcher.pid) != ["node1", "node1", "node2"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        launcher.kill()
+        launcher.wait()
+    assert planned_hosts(Place("torchrun", 0, 3, 0, 2, "node1", 29500)) == []
