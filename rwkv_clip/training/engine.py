@@ -17,6 +17,7 @@ from ..model.clip import RWKVCLIP
 from .compilation import compile_towers
 from .config import ACTIVATION_CHECKPOINTING_SWITCH, checkpoints_activations, precision_name
 from .distributed import CommonError, World
+from .lean_zero import make_lean
 from .masters import set_masters
 from .optimizer import build_optimizer, parameter_groups
 
@@ -33,6 +34,8 @@ def deepspeed_form(config: dict[str, Any]) -> dict[str, Any]:
     """The resolved configuration as DeepSpeed gets it: without TensorBoard and compilation, which are done here."""
     config = copy.deepcopy(config)
     config.pop("compile", None)
+    # Its throughput timer waits for the device twice per step, for lines that the run's own log replaces.
+    config.setdefault("timers", {"throughput": {"enabled": False}})
     if "tensorboard" in config:
         config["tensorboard"] = dict(_TENSORBOARD_OFF)
     config.get("activation_checkpointing", {}).pop(ACTIVATION_CHECKPOINTING_SWITCH, None)
@@ -145,6 +148,7 @@ def build_engine(
         set_log_level_from_string("info")  # the level at which DeepSpeed prints them
     # Its events have x = samples; the monitors themselves are used by the run's writer.
     engine.monitor.enabled = False
+    make_lean(engine.optimizer)
     set_masters(engine, exact)
     set_training_mode(engine.module)
     replays = args.accumulation == "global" and config["gradient_accumulation_steps"] > 1

@@ -24,6 +24,9 @@ from .gather import group_size
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
+# Attribute of an engine: its module's precise parameters, once found.
+_FOUND = "_precise_parameters_found"
+
 LOGIT_SCALE = "logit_scale"
 LOGIT_SCALE_BOUNDS = (0.0, math.log(100.0))
 
@@ -140,9 +143,11 @@ def sync_precise(engine: DeepSpeedEngine) -> None:
     Call it on every rank after each optimizer step and after a load. In a bf16 or fp16 engine under ZeRO that is one
     all-reduce of a few thousand numbers, otherwise no collective; nothing waits for the device.
     """
+    if not hasattr(engine, _FOUND):  # finding them walks through all modules
+        setattr(engine, _FOUND, engine.module.precise_parameters())
     precise = {
         name: (parameter, buffer)
-        for name, (parameter, buffer) in engine.module.precise_parameters().items()
+        for name, (parameter, buffer) in getattr(engine, _FOUND).items()
         if parameter.requires_grad  # a frozen one keeps the value that was loaded
     }
     if not precise:
@@ -169,10 +174,10 @@ def _whole_values(
     device = next(iter(precise.values()))[1].device
     shared = torch.zeros(sum(sizes), device=device)
     values = list(shared.split(sizes))
-    for name, value in zip(precise, values, strict=True):
-        if name in parts:
-            part = parts[name]
-            value[part.start : part.start + part.count] = part.value
+    held = [(value, parts[name]) for name, value in zip(precise, values, strict=True) if name in parts]
+    if held:
+        places = [value[part.start : part.start + part.count] for value, part in held]
+        torch._foreach_copy_(places, [part.value for _, part in held])
     partitioned = any(hasattr(parameter, "_hp_mapping") for parameter, _ in precise.values())
     if partitioned and group_size(engine.data_parallel_group) > 1:
         # Each element comes from one rank and is zero on the others, so the sum is exact.
