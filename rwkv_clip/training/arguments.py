@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from ..errors import UserError
+from .profile import step_range
 from .schedule import SCHEDULES
 from .step import ACCUMULATIONS
 
@@ -221,6 +222,12 @@ def build_parser() -> Parser:
     add("--keep-last", type=COUNT, default=3, help="checkpoints to keep")
     add("--keep-every", type=COUNT, help="keep also each checkpoint at a multiple of so many steps")
     add("--log-every", type=COUNT, default=10, help="optimizer steps between two lines of the log")
+    add(
+        "--profile",
+        type=step_range,
+        metavar="START:STOP",
+        help="trace the steps START to STOP - 1 into tensorboard/ of the run folder",
+    )
 
     add = parser.add_argument_group("launch").add_argument
     add("--expect-world-size", type=COUNT, metavar="N", help="an error unless N processes take part")

@@ -26,6 +26,7 @@ from .loss import ClipLoss
 from .masters import sync_precise
 from .metrics import Interval, MetricWriter
 from .plan import Plan, make_plan
+from .profile import StepProfiler
 from .signals import StopRequest
 from .validation import Evaluator
 from .weights import gather_weights
@@ -138,6 +139,7 @@ def _assemble(plan: Plan, world: World, stop: StopRequest, engine: Any, checkpoi
         evaluator=Evaluator(world, val_loader, _scorer(plan, world), stop),
         metrics=metrics,
         interval=Interval(world.device, plan.sizes.all_ranks, world.world_size, plan.data.caption_names),
+        profiler=StepProfiler(args.profile, plan.run.tensorboard if world.is_first else None, world.device),
         stop=stop,
     )
     due = bool(state and state["evaluation_due"]) and not (

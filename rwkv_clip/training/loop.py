@@ -21,6 +21,7 @@ from .checkpoint import Checkpoints, Position
 from .distributed import CommonError, World
 from .log import duration, logger
 from .metrics import Interval, MetricWriter
+from .profile import StepProfiler
 from .signals import Agreement, StopRequest
 from .step import train_step
 from .validation import Evaluator
@@ -49,6 +50,7 @@ class Parts:
     metrics: MetricWriter | None
     """On rank 0."""
     interval: Interval
+    profiler: StepProfiler
     stop: StopRequest
 
 
@@ -77,7 +79,9 @@ class Loop:
             first_step = start.samples // self._global_batch if epoch == start.epoch else 0
             batches = self._parts.loader.epoch(epoch, first_step)
             for step_of_epoch in range(first_step, self._steps_per_epoch):
+                self._parts.profiler.before(self.position.step + 1)
                 self._step(epoch, step_of_epoch, batches)
+                self._parts.profiler.after(self.position.step)
                 if self._after_step():
                     self._save()
                     return False
@@ -85,7 +89,8 @@ class Loop:
         return True
 
     def close(self) -> None:
-        """End the loader's threads and close the metrics' files."""
+        """End the loader's threads and close the metrics' and the profile's files."""
+        self._parts.profiler.close()
         self._parts.loader.close()
         if self._parts.metrics is not None:
             self._parts.metrics.close()
