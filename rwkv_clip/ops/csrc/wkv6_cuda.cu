@@ -1,47 +1,30 @@
 // The C interface of wkv6.h on CUDA: plans, workspace, order of launches.
+#include "wkv6_cuda_backward.cuh"
+#include "wkv6_cuda_forward.cuh"
 #include "wkv6_cuda_plan.h"
 
 namespace wkv6 {
 
-// Chunk sums to states, in place. One thread an element of a state; blockIdx.y = 2 kind + side.
-__global__ void __launch_bounds__(256) join_states_kernel(const __grid_constant__ Job job) {
-    const int groups = (job.params.N + 15) / 16, channels = 16 * groups, tiles = groups * groups;
-    const int head = blockIdx.x / tiles, tile = blockIdx.x % tiles, side = blockIdx.y & 1;
-    const int64_t heads = gridDim.x / tiles;
-    // Of the tile's eight values per lane, number 4 (thread / 128) + thread % 4 of lane thread / 4 % 32.
-    const int lane = threadIdx.x >> 2 & 31, row_half = threadIdx.x >> 1 & 1;
-    const int c = 16 * (tile / groups) + permuted(8 * row_half + (lane >> 2));
-    float* element = job.states + (blockIdx.y * heads + head) * job.chunks * tiles * kStateTileFloats +
-                     tile * kStateTileFloats + threadIdx.x;
-    const float* decay = job.chunk_decays + static_cast<int64_t>(head) * job.chunks * channels + c;
-    float state = 0.f;
-    for (int i = 0; i < job.chunks; ++i) {
-        const int chunk = side ? job.chunks - 1 - i : i;
-        float* here = element + static_cast<int64_t>(chunk) * tiles * kStateTileFloats;
-        const float sum = *here;
-        *here = state;
-        state = state * decay[chunk * channels] + sum;
-    }
-}
-
-// gu[h, c] = sum of its parts in a fixed order. A block has 32 channels of [H, N] and 8 warps.
+// gu[h, c] = sum of its parts in a fixed order. A block has 8 channels of [H, N], a thread every 32nd of a channel's
+// parts.
 __global__ void __launch_bounds__(256) sum_gu_kernel(const __grid_constant__ Job job) {
-    float* partial = shared_pointer<float>(shared_memory());  // [8][32]
-    const int H = job.params.H, N = job.params.N, channel = blockIdx.x * 32 + (threadIdx.x & 31);
-    const int h = channel / N, c = channel % N, parts = job.params.B * job.chunks;
+    float* partial = shared_pointer<float>(shared_memory());  // [32][8]
+    const int H = job.params.H, N = job.params.N, i = blockIdx.x * 8 + (threadIdx.x & 7), h = i / N;
+    const int parts = job.params.B * job.chunks;
     float sum = 0.f;
     if (h < H) {
+        const float* from = job.gu_parts + static_cast<int64_t>(h) * job.chunks * N + i % N;
 #pragma unroll 8
-        for (int part = threadIdx.x >> 5; part < parts; part += 8) {
+        for (int part = threadIdx.x >> 3; part < parts; part += 32) {
             const int b = part / job.chunks, chunk = part % job.chunks;
-            sum += job.gu_parts[((static_cast<int64_t>(b) * H + h) * job.chunks + chunk) * N + c];
+            sum += from[(static_cast<int64_t>(b) * H * job.chunks + chunk) * N];
         }
     }
     partial[threadIdx.x] = sum;
     __syncthreads();
-    if (threadIdx.x >= 32 || h >= H) return;
-    for (int warp = 1; warp < 8; ++warp) sum += partial[32 * warp + threadIdx.x];
-    const int i = h * N + c;
+    if (threadIdx.x >= 8 || h >= H) return;
+    sum = 0.f;
+    for (int row = 0; row < 32; ++row) sum += partial[8 * row + threadIdx.x];
     if (job.params.u_dtype == WKV6_FLOAT32) {
         static_cast<float*>(job.params.gu)[i] = sum;
     } else if (job.params.u_dtype == WKV6_BFLOAT16) {
@@ -51,34 +34,49 @@ __global__ void __launch_bounds__(256) sum_gu_kernel(const __grid_constant__ Job
     }
 }
 
-int states_shared_bytes(const Plan& plan, bool split) {
-    const auto bytes = [&](auto is_split) {
-        return with_size<is_split()>(plan, [&](auto blocks, auto) {
-            return StatesLayout<is_split(), blocks()>(plan.groups).bytes;
-        });
-    };
-    return split ? bytes(std::true_type{}) : bytes(std::false_type{});
+template <bool kSplit>
+static void set_shared_bytes(Plan& plan, bool backward) {
+    with_size(plan, [&](auto blocks, auto chunked) {
+        constexpr int kBlocks = decltype(blocks)::value;
+        constexpr bool kChunked = decltype(chunked)::value;
+        plan.shared_bytes = backward ? BackwardLayout<kSplit, kBlocks, kChunked>(plan.groups).bytes
+                                     : ForwardLayout<kSplit, kBlocks, kChunked>(plan.groups).bytes;
+        plan.states_shared_bytes = kChunked ? StatesLayout<kSplit, kBlocks>(plan.groups).bytes : 0;
+        return 0;
+    });
 }
 
-static int shared_memory_limit(size_t& bytes) {
+struct Device {
+    size_t shared_bytes;  // that a thread block may have
+    int multiprocessors;
+    int error;
+};
+
+static Device current_device() {
 #ifdef WKV6_EMULATE
-    bytes = emulator::shared_memory_limit;
-    return 0;
+    return Device{emulator::shared_memory_limit, 1, 0};
 #else
-    int device = 0, limit = 0;
+    int device = 0, limit = 0, multiprocessors = 0;
     cudaError_t error = cudaGetDevice(&device);
-    if (error == cudaSuccess) {
-        error = cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    }
-    bytes = limit;
-    return error;
+    if (!error) error = cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    if (!error) error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+    return Device{static_cast<size_t>(limit), multiprocessors, error};
 #endif
 }
 
-Plan make_plan(const WKV6Params& params, bool backward) {
+// Whether the byte offsets inside a head fit in 32 bits.
+static bool is_addressable(const WKV6Params& params) {
+    for (const WKV6Tensor* x : {&params.r, &params.k, &params.v, &params.w, &params.y, &params.gy, &params.gr,
+                                &params.gk, &params.gv, &params.gw}) {
+        if (x->data && x->stride_t > (int64_t{1} << 32) / 4 / (params.T + 16)) return false;
+    }
+    return true;
+}
+
+static Plan make_plan(const WKV6Params& params, bool backward) {
     Plan plan = {};
-    size_t limit = 0;
-    plan.error = shared_memory_limit(limit);
+    const Device device = current_device();
+    plan.error = device.error;
     if (plan.error) return plan;
     const bool split = params.dtype != WKV6_BFLOAT16;
     const int total = (params.T + 15) / 16;
@@ -86,54 +84,60 @@ Plan make_plan(const WKV6Params& params, bool backward) {
     const auto fits = [&](int blocks) {
         plan.blocks = blocks;
         plan.chunks = (total + blocks - 1) / blocks;
-        plan.shared_bytes = backward ? backward_shared_bytes(plan, split) : forward_shared_bytes(plan, split);
-        plan.states_shared_bytes = plan.chunks > 1 ? states_shared_bytes(plan, split) : 0;
-        return plan.shared_bytes <= limit && plan.states_shared_bytes <= limit;
+        split ? set_shared_bytes<true>(plan, backward) : set_shared_bytes<false>(plan, backward);
+        return plan.shared_bytes <= device.shared_bytes && plan.states_shared_bytes <= device.shared_bytes;
     };
-    // One chunk where it fits, two of 8 blocks where those fit, else chunks of 4 blocks or, with little memory, of one.
-    bool found = false;
-    for (const int blocks : kSizes) found = found || (total <= blocks && blocks <= max_blocks(split) && fits(blocks));
-    if (!found && !split && total <= 16) found = fits(8);
-    if (!found) found = fits(4);
-    if (!found) found = fits(1);
-    if (!found || plan.chunks > 32767) {
+    // One chunk of up to 80 tokens, else chunks of 64, or of 32 or 16 where shared memory is too small for those.
+    bool found = total == 5 && fits(5);
+    for (const int blocks : {4, 2, 1}) found = found || fits(blocks);
+    if (!found || plan.chunks > 65535 || !is_addressable(params)) {
         plan.error = 1;  // cudaErrorInvalidValue
         return plan;
     }
-    const size_t heads = static_cast<size_t>(params.B) * params.H, kinds = backward ? 2 : 1;
+    plan.ahead = device.multiprocessors *
+                 (backward ? backward_occupancy(split, plan.blocks) : forward_occupancy(split, plan.blocks));
+    const size_t heads = static_cast<size_t>(params.B) * params.H;
     if (plan.chunks > 1) {
-        plan.states_bytes = kinds * 2 * heads * plan.chunks * plan.groups * plan.groups * kStateTileFloats * 4;
-        plan.decays_bytes = heads * plan.chunks * plan.groups * 16 * 4;
+        const size_t tiles = heads * plan.chunks * plan.groups * plan.groups;
+        plan.states_bytes = tiles * (backward ? 6 : 2) * kTileBytes * (split ? 2 : 1);
     }
     if (backward) plan.gu_bytes = heads * plan.chunks * params.N * 4;
     return plan;
 }
 
-Job make_job(const WKV6Params& params, const Plan& plan) {
+static Job make_job(const WKV6Params& params, const Plan& plan) {
     Job job = {};
     job.params = params;
     job.chunks = plan.chunks;
+    job.ahead = plan.ahead;
     char* workspace = static_cast<char*>(params.workspace);
-    job.states = reinterpret_cast<float*>(workspace);
-    job.chunk_decays = reinterpret_cast<float*>(workspace + plan.states_bytes);
-    job.gu_parts = reinterpret_cast<float*>(workspace + plan.states_bytes + plan.decays_bytes);
+    job.states = reinterpret_cast<uint32_t*>(workspace);
+    job.gu_parts = reinterpret_cast<float*>(workspace + plan.states_bytes);
     return job;
 }
 
-static int launch_states(const Job& job, const Plan& plan) {
-    if (plan.chunks == 1) return 0;
-    const int kinds = job.params.gy.data ? 2 : 1;
-    const int error = with_types(job.params, [&](auto element, auto w) {
-        using Element = decltype(element);
-        using W = decltype(w);
-        return with_size<Element::kSplit>(plan, [&](auto blocks, auto) {
-            return launch(chunk_states_kernel<Element, W, blocks()>, job.params.B * job.params.H, kinds * plan.chunks,
-                          32 * plan.blocks, plan.states_shared_bytes, job);
-        });
-    });
-    if (error) return error;
-    return launch(join_states_kernel, job.params.B * job.params.H * plan.groups * plan.groups,
-                  2 * kinds, 256, 0, job);
+template <class Element, class W>
+static int launch_for(const Job& job, const Plan& plan, bool backward) {
+    return backward ? launch_backward<Element, W>(job, plan) : launch_forward<Element, W>(job, plan);
+}
+
+static int launch_by_type(const WKV6Params& params, bool backward) {
+    const Plan plan = make_plan(params, backward);
+    if (plan.error) return plan.error;
+    const Job job = make_job(params, plan);
+    const bool w32 = params.w_dtype == WKV6_FLOAT32;
+    int error;
+    if (params.dtype == WKV6_FLOAT32) {
+        error = launch_for<Float32, Float32>(job, plan, backward);
+    } else if (params.dtype == WKV6_BFLOAT16) {
+        error = w32 ? launch_for<Bfloat16, Float32>(job, plan, backward)
+                    : launch_for<Bfloat16, Bfloat16>(job, plan, backward);
+    } else {
+        error =
+            w32 ? launch_for<Float16, Float32>(job, plan, backward) : launch_for<Float16, Float16>(job, plan, backward);
+    }
+    if (error || !backward) return error;
+    return launch(sum_gu_kernel, (params.H * params.N + 7) / 8, 1, 256, 256 * sizeof(float), job);
 }
 
 }  // namespace wkv6
@@ -148,24 +152,9 @@ size_t wkv6_cuda_backward_workspace_bytes(const WKV6Params* params) {
     return wkv6::make_plan(*params, true).workspace_bytes();
 }
 
-int wkv6_cuda_forward(const WKV6Params* params) {
-    const wkv6::Plan plan = wkv6::make_plan(*params, false);
-    if (plan.error) return plan.error;
-    wkv6::Job job = wkv6::make_job(*params, plan);
-    job.params.gy.data = nullptr;
-    if (const int error = wkv6::launch_states(job, plan)) return error;
-    return wkv6::launch_forward(job, plan);
-}
+int wkv6_cuda_forward(const WKV6Params* params) { return wkv6::launch_by_type(*params, false); }
 
-int wkv6_cuda_backward(const WKV6Params* params) {
-    const wkv6::Plan plan = wkv6::make_plan(*params, true);
-    if (plan.error) return plan.error;
-    const wkv6::Job job = wkv6::make_job(*params, plan);
-    if (const int error = wkv6::launch_states(job, plan)) return error;
-    if (const int error = wkv6::launch_backward(job, plan)) return error;
-    const int channels = params->H * params->N;
-    return wkv6::launch(wkv6::sum_gu_kernel, (channels + 31) / 32, 1, 256, 256 * sizeof(float), job);
-}
+int wkv6_cuda_backward(const WKV6Params* params) { return wkv6::launch_by_type(*params, true); }
 
 const char* wkv6_cuda_error_string(int code) {
 #ifdef WKV6_EMULATE

@@ -14,14 +14,14 @@ template <bool kSplit, int kBlocks, bool kChunked>
 struct BackwardLayout {
     static constexpr int kTile = kSplit ? 2 * kTileBytes : kTileBytes;
     static constexpr int kLevels = Meeting<kBlocks>::kLevels;
-    static constexpr int kGa = 0;                                             // [row block][column block]
-    static constexpr int kOwnGa = kGa + kBlocks * kBlocks * kTile;            // [block][gA, transposed] fragments
-    static constexpr int kZero = kOwnGa + 2 * kBlocks * kTile;                // as long as a block's two fragments
-    static constexpr int kScaledR = kZero + 2 * kTile;                        // [level][block]
-    static constexpr int kScaledK = kScaledR + kLevels * kBlocks * kTile;     // [level][block]
-    static constexpr int kTables = kScaledK + kLevels * kBlocks * kTile;      // [4] fragments
-    static constexpr int kSums = kTables + 4 * kTileBytes;                    // [level ... side][block][16], float
-    static constexpr int kV = kSums + (kLevels + 3) * kBlocks * 64;           // [group][block]
+    static constexpr int kGa = 0;                                          // [row block][column block]
+    static constexpr int kOwnGa = kGa + kBlocks * kBlocks * kTile;         // [block][gA, transposed] fragments
+    static constexpr int kZero = kOwnGa + 2 * kBlocks * kTile;             // as long as a block's two fragments
+    static constexpr int kScaledR = kZero + 2 * kTile;                     // [level][block]
+    static constexpr int kScaledK = kScaledR + kLevels * kBlocks * kTile;  // [level][block]
+    static constexpr int kTables = kScaledK + kLevels * kBlocks * kTile;   // [4] fragments
+    static constexpr int kSums = kTables + 4 * kTileBytes;                 // [level ... side][block][16], float
+    static constexpr int kV = kSums + (kLevels + 3) * kBlocks * 64;        // [group][block]
     // [block][4], after the last use of v, which is in the loop where there are states.
     static constexpr int kOwn = kChunked ? kSums + (kLevels + 3) * kBlocks * 64 : kV;
     static constexpr int kOwnBytes = 4 * kBlocks * kTile;
@@ -29,13 +29,13 @@ struct BackwardLayout {
 
     __host__ __device__ explicit BackwardLayout(int groups) {
         const int v_bytes = kBlocks * groups * kTile;
-        v = kChunked ? kOwn + kOwnBytes : kV;                                           // [group][block]
-        gy = v + (!kChunked && v_bytes < kOwnBytes ? kOwnBytes : v_bytes);              // [group][block]
-        u = gy + v_bytes;                                                               // [channel], float
-        totals = u + groups * 64;                                                       // [block][channel], float
-        between = totals + kBlocks * groups * 64;                                       // [level - 1][block][channel], float
-        gu_sums = between + (kLevels > 1 ? kLevels - 1 : 0) * kBlocks * groups * 64;    // [block][channel], float
-        sides = gu_sums + kBlocks * groups * 64;                                        // [side][group][block]
+        v = kChunked ? kOwn + kOwnBytes : kV;                               // [group][block]
+        gy = v + (!kChunked && v_bytes < kOwnBytes ? kOwnBytes : v_bytes);  // [group][block]
+        u = gy + v_bytes;                                                   // [channel], float
+        totals = u + groups * 64;                                           // [block][channel], float
+        between = totals + kBlocks * groups * 64;                           // [level - 1][block][channel], float
+        gu_sums = between + (kLevels > 1 ? kLevels - 1 : 0) * kBlocks * groups * 64;  // [block][channel], float
+        sides = gu_sums + kBlocks * groups * 64;                                      // [side][group][block]
         bytes = sides + (kChunked ? 2 * v_bytes : 0);
     }
 };
@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(32 * kBlocks, backward_occupancy(Element::kSpl
     using Meet = Meeting<kBlocks>;
     constexpr int kTile = Layout::kTile;
     const Lane lane;
-    const Work work(job, kBlocks);
+    const Work work(job, kBlocks, blockIdx.x, blockIdx.y);
     const Layout layout(work.groups);
     const WKV6Params& params = job.params;
     const Head<Element> r(params.r, work.b, work.h), k(params.k, work.b, work.h), v(params.v, work.b, work.h);
@@ -158,16 +158,12 @@ __global__ void __launch_bounds__(32 * kBlocks, backward_occupancy(Element::kSpl
         return shared + layout.sides + ((side * work.groups + group) * kBlocks + work.block) * kTile;
     };
 
-    prefetch_rows(r, work.place(job, 0), lane);
-    prefetch_rows(k, work.place(job, 0), lane);
-#pragma unroll 2
-    for (int group = 0; group < work.groups; ++group) {
-        Rows<Element> v_rows, gy_rows;
-        v_rows.load(v, work.place(job, group), lane);
-        gy_rows.load(gy, work.place(job, group), lane);
-        store(v_tile(work.block, group), v_rows.operand(), lane);
-        store(gy_tile(work.block, group), gy_rows.operand(), lane);
-    }
+    if (work.head < job.ahead) prefetch_rows(r, k, work.place(job, 0), lane);
+    const Head<Element> both[2] = {v, gy};
+    load_block(totals, w, both, job, work, lane, [&](int group, const Rows<Element>(&rows)[2]) {
+        store(v_tile(work.block, group), rows[0].operand(), lane);
+        store(gy_tile(work.block, group), rows[1].operand(), lane);
+    });
     for (int i = threadIdx.x; i < kTileBytes / 4; i += blockDim.x) {
         store_shared(table(0) + 16 * i, reinterpret_cast<const uint4*>(kAllTables.words)[i]);
     }
@@ -175,7 +171,6 @@ __global__ void __launch_bounds__(32 * kBlocks, backward_occupancy(Element::kSpl
         store_shared(shared + Layout::kZero + 16 * i, uint4{0u, 0u, 0u, 0u});
     }
     load_u(u, job, work);
-    write_block_decays(totals, w, job, work, lane);
     __syncthreads();
     write_decays_between<kBlocks>(between, totals, work, lane);
 
@@ -215,6 +210,33 @@ __global__ void __launch_bounds__(32 * kBlocks, backward_occupancy(Element::kSpl
     };
     __syncthreads();
 
+    // The pairs around the whole chunk: this warp's share of the sum over value channels, to row 0 of the sums, which
+    // level 16 does not need.
+    const auto write_state_product = [&](int group) {
+        float product[2] = {};
+        if (has_state(job, work, 0) && has_state(job, work, 1)) {
+            for (int value_group = work.block; value_group < work.groups; value_group += kBlocks) {
+#pragma unroll
+                for (int side = 0; side < 2; ++side) {
+                    float left[8], right[8];
+                    get_values(left, load_state<kSplit>(job, work, kKeysAndValues, side, group, value_group, lane));
+                    get_values(right,
+                               load_state<kSplit>(job, work, kQueriesAndGradients, 1 - side, group, value_group, lane));
+#pragma unroll
+                    for (int i = 0; i < 8; ++i) product[i >> 1 & 1] += left[i] * right[i];
+                }
+            }
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int c = permuted(8 * half + lane.g);
+            product[half] += from_lane_xor<1>(product[half]);
+            product[half] += from_lane_xor<2>(product[half]);
+            product[half] *= decay_of_blocks(totals, work.channels, 16 * group + c, 0, kBlocks);
+            if (lane.q == 0) sums_row(0, work.block)[c] = product[half];
+        }
+    };
+
     // A transposed: rows are the own tokens as keys.
     PairsInside inside;
     float across[Meet::kSlots][8] = {};
@@ -227,17 +249,22 @@ __global__ void __launch_bounds__(32 * kBlocks, backward_occupancy(Element::kSpl
 
 #pragma unroll 1
     for (int group = 0; group < work.groups; ++group) {
+        if (kChunked && work.empty && group >= 1) {  // its tiles and sums are 0 by now
+            if (lane.id < 16) gu_sums[work.block * work.channels + 16 * group + lane.id] = 0.f;
+            __syncthreads();
+            write_state_product(group);
+            __syncthreads();
+            continue;
+        }
         const Place place = work.place(job, group);
         float rates[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) rates[i] = next_w[i];
         to_rates(rates);
         const BlockDecay<kSplit> decay(rates, lane);
-        store(own_tile(2), next_r.operand(), lane);
-        store(own_tile(3), next_k.operand(), lane);
-        __syncwarp();
-        const Operand<kSplit> r_channels = left_columns<kSplit>(own_tile(2), lane);
-        const Operand<kSplit> k_channels = left_columns<kSplit>(own_tile(3), lane);
+        if (group + 2 == work.groups) prefetch_other_head<Element, W>(job, work, true, lane);
+        const Unscaled<kSplit> r_channels = to_channels(next_r, own_tile(2), lane);
+        const Unscaled<kSplit> k_channels = to_channels(next_k, own_tile(3), lane);
 
         Scale<kSplit> scale_of[Meet::kLevels > 0 ? Meet::kLevels : 1];
 #pragma unroll
@@ -313,8 +340,8 @@ __global__ void __launch_bounds__(32 * kBlocks, backward_occupancy(Element::kSpl
             const uint32_t partner = lane.g & 1 ? 0x0000ffffu : 0xffff0000u;
             keep_half_pairs(near, partner);
             keep_half_pairs(near_t, partner);
-            half_product<false>(gr_sums, k_channels, near, gr_sums, lane);
-            half_product<false>(gk_sums, r_channels, near_t, gk_sums, lane);
+            half_product<false>(gr_sums, as_operand(k_channels), near, gr_sums, lane);
+            half_product<false>(gk_sums, as_operand(r_channels), near_t, gk_sums, lane);
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -329,8 +356,9 @@ __global__ void __launch_bounds__(32 * kBlocks, backward_occupancy(Element::kSpl
 
         __syncthreads();
         // What a level or a side adds, from the sums over the other tokens.
-        const auto add_sums = [&](const Scale<kSplit>& scale, const Operand<kSplit>& scaled_r, const float (&level_r)[8],
-                                  const Operand<kSplit>& scaled_k, const float (&level_k)[8], bool is_later) {
+        const auto add_sums = [&](const Scale<kSplit>& scale, const Operand<kSplit>& scaled_r,
+                                  const float (&level_r)[8], const Operand<kSplit>& scaled_k, const float (&level_k)[8],
+                                  bool is_later) {
             const Operand<kSplit> q = pair_weights(scaled_r, level_r, scaled_k, level_k);
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
@@ -352,47 +380,29 @@ __global__ void __launch_bounds__(32 * kBlocks, backward_occupancy(Element::kSpl
                 add_product(level_k, left_rows<kSplit>(r_tile(m, other), lane),
                             right_columns<kSplit>(ga_tile(other, work.block), lane), lane);
             });
-            const Operand<kSplit> q = add_sums(scale_of[m], left_rows<kSplit>(r_tile(m, work.block), lane), level_r,
-                                               left_rows<kSplit>(k_tile(m, work.block), lane), level_k,
-                                               Meet::is_later(lane.warp, m));
+            const Operand<kSplit> q =
+                add_sums(scale_of[m], left_rows<kSplit>(r_tile(m, work.block), lane), level_r,
+                         left_rows<kSplit>(k_tile(m, work.block), lane), level_k, Meet::is_later(lane.warp, m));
             if (m > 0) write_channel_sums(sums_row(m, work.block), q, lane);
         });
         if constexpr (kChunked) {
-            float state_product[2] = {};  // this warp's share of the pairs around the whole chunk
+            write_state_product(group);
             for (int side = 0; side < 2; ++side) {
                 const Scale<kSplit> scale = scale_to_chunk<kSplit, kBlocks>(decay, totals, work, group, side, lane);
                 const Operand<kSplit> scaled_r = multiply(r_channels, scale), scaled_k = multiply(k_channels, scale);
                 store(side_tile(side, group), scaled_k, lane);
                 if (!has_state(job, work, side)) continue;
                 float level_r[8] = {}, level_k[8] = {};
+#pragma unroll 2
                 for (int value_group = 0; value_group < work.groups; ++value_group) {
-                    add_product(level_r, load_state<kSplit>(job, work, 0, side, group, value_group, lane),
+                    add_product(level_r, load_state<kSplit>(job, work, kKeysAndValues, side, group, value_group, lane),
                                 right_rows<kSplit>(gy_tile(work.block, value_group), lane), lane);
-                    add_product(level_k, load_state<kSplit>(job, work, 1, side, group, value_group, lane),
+                    add_product(level_k,
+                                load_state<kSplit>(job, work, kQueriesAndGradients, side, group, value_group, lane),
                                 right_rows<kSplit>(v_tile(work.block, value_group), lane), lane);
                 }
                 const Operand<kSplit> q = add_sums(scale, scaled_r, level_r, scaled_k, level_k, side == 0);
                 write_channel_sums(sums_row(Meet::kLevels + 1 + side, work.block), q, lane);
-            }
-            if (has_state(job, work, 0) && has_state(job, work, 1)) {
-                for (int value_group = work.block; value_group < work.groups; value_group += kBlocks) {
-                    float left[8], right[8];
-                    for (int kind = 0; kind < 2; ++kind) {
-                        load_state_values(left, job, work, kind, 0, group, value_group, lane);
-                        load_state_values(right, job, work, 1 - kind, 1, group, value_group, lane);
-#pragma unroll
-                        for (int i = 0; i < 8; ++i) state_product[i >> 1 & 1] += left[i] * right[i];
-                    }
-                }
-            }
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int c = permuted(8 * half + lane.g);
-                float sum = state_product[half];
-                sum += from_lane_xor<1>(sum);
-                sum += from_lane_xor<2>(sum);
-                sum *= decay_of_blocks(totals, work.channels, 16 * group + c, 0, kBlocks);
-                if (lane.q == 0) sums_row(0, work.block)[c] = sum;  // row 0: level 16 needs no sums
             }
         }
 
@@ -418,14 +428,16 @@ __global__ void __launch_bounds__(32 * kBlocks, backward_occupancy(Element::kSpl
 #pragma unroll
             for (int i = 1; i < 1 << m; ++i) {
                 const int other = work.block ^ i;
-                if (other < kBlocks && (other > work.block) == Meet::is_later(work.block, m)) add_row(sums_row(m, other));
+                if (other < kBlocks && (other > work.block) == Meet::is_later(work.block, m))
+                    add_row(sums_row(m, other));
             }
         }
         if constexpr (kChunked) {
             for (int other = 0; other < kBlocks; ++other) {
                 add_row(sums_row(0, other));
                 const int side = other < work.block;  // pairs of an earlier token with what is on the right
-                if (other != work.block && has_state(job, work, side)) add_row(sums_row(Meet::kLevels + 1 + side, other));
+                if (other != work.block && has_state(job, work, side))
+                    add_row(sums_row(Meet::kLevels + 1 + side, other));
             }
         }
         {
@@ -464,20 +476,17 @@ __global__ void __launch_bounds__(32 * kBlocks, backward_occupancy(Element::kSpl
         new_product(out, own_weights, right_columns<kSplit>(gy_tile(work.block, group), lane), lane);
         for_each<Meet::kLevels>([&](auto level) {
             Meet::template for_each_other<decltype(level)::value>(work.block, [&](auto slot, int other) {
-                add_product(out, other_weights[decltype(slot)::value], right_columns<kSplit>(gy_tile(other, group), lane),
-                            lane);
+                add_product(out, other_weights[decltype(slot)::value],
+                            right_columns<kSplit>(gy_tile(other, group), lane), lane);
             });
         });
         if constexpr (kChunked) {
             for (int side = 0; side < 2; ++side) {
                 if (!has_state(job, work, side)) continue;
-#pragma unroll 1
+#pragma unroll 4
                 for (int key_group = 0; key_group < work.groups; ++key_group) {
-                    __syncwarp();
-                    store(own_tile(0), load_state<kSplit>(job, work, 1, side, key_group, group, lane), lane);
-                    __syncwarp();
                     add_product(out, left_columns<kSplit>(side_tile(side, key_group), lane),
-                                right_columns<kSplit>(own_tile(0), lane), lane);
+                                load_state<kSplit>(job, work, kGradientsByKeys, side, key_group, group, lane), lane);
                 }
             }
         }

@@ -103,9 +103,9 @@ struct BlockDecay {
     Two two[2][2];     // to the border of level 2, of the lane's tokens 0, 1 and 2, 3, per channel
     Two before[2][2];  // from the lane's token 0 to before each token
     Two after[2][2];   // after each token to the lane's token 3
-    float eight[2];     // from the lane's four tokens to the border of level 8
-    float later[2];     // product of the block's decays before the lane's four tokens
-    float earlier[2];   // product of the block's decays after the lane's four tokens
+    float eight[2];    // from the lane's four tokens to the border of level 8
+    float later[2];    // product of the block's decays before the lane's four tokens
+    float earlier[2];  // product of the block's decays after the lane's four tokens
 
     __device__ __forceinline__ BlockDecay(const float (&rates)[8], const Lane& lane) {
 #pragma unroll

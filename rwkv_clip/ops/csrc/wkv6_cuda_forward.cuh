@@ -10,7 +10,7 @@ template <bool kSplit, int kBlocks, bool kChunked>
 struct ForwardLayout {
     static constexpr int kTile = kSplit ? 2 * kTileBytes : kTileBytes;
     static constexpr int kLevels = Meeting<kBlocks>::kLevels;
-    static constexpr int kScaledK = 0;                                        // [parity][level][block]
+    static constexpr int kScaledK = 0;                                         // [parity][level][block]
     static constexpr int kScaledR = kScaledK + 2 * kLevels * kBlocks * kTile;  // [level][block]
     static constexpr int kOwn = kScaledR + kLevels * kBlocks * kTile;          // [block][4]
     static constexpr int kFixed = kOwn + 4 * kBlocks * kTile;
@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(32 * kBlocks, forward_occupancy(Element::kSpli
     using Meet = Meeting<kBlocks>;
     constexpr int kTile = Layout::kTile;
     const Lane lane;
-    const Work work(job, kBlocks);
+    const Work work(job, kBlocks, blockIdx.x, blockIdx.y);
     const Layout layout(work.groups);
     const WKV6Params& params = job.params;
     const Head<Element> r(params.r, work.b, work.h), k(params.k, work.b, work.h), v(params.v, work.b, work.h);
@@ -53,16 +53,12 @@ __global__ void __launch_bounds__(32 * kBlocks, forward_occupancy(Element::kSpli
         return shared + layout.sides + ((side * work.groups + group) * kBlocks + work.block) * kTile;
     };
 
-    prefetch_rows(r, work.place(job, 0), lane);
-    prefetch_rows(k, work.place(job, 0), lane);
-#pragma unroll 4
-    for (int group = 0; group < work.groups; ++group) {
-        Rows<Element> rows;
-        rows.load(v, work.place(job, group), lane);
-        store(v_tile(work.block, group), rows.operand(), lane);
-    }
+    if (work.head < job.ahead) prefetch_rows(r, k, work.place(job, 0), lane);
+    const Head<Element> values[1] = {v};
+    load_block(totals, w, values, job, work, lane, [&](int group, const Rows<Element>(&rows)[1]) {
+        store(v_tile(work.block, group), rows[0].operand(), lane);
+    });
     load_u(u, job, work);
-    write_block_decays(totals, w, job, work, lane);
     __syncthreads();
     write_decays_between<kBlocks>(between, totals, work, lane);
 
@@ -77,19 +73,21 @@ __global__ void __launch_bounds__(32 * kBlocks, forward_occupancy(Element::kSpli
 
 #pragma unroll 1
     for (int group = 0; group < work.groups; ++group) {
+        if (kChunked && work.empty && group >= 2) {  // its tiles are 0 by now
+            __syncthreads();
+            continue;
+        }
         to_rates(next_w);
         const BlockDecay<kSplit> decay(next_w, lane);
-        store(own_tile(2), next_r.operand(), lane);
-        store(own_tile(3), next_k.operand(), lane);
+        if (group + 2 == work.groups) prefetch_other_head<Element, W>(job, work, false, lane);
+        const Unscaled<kSplit> r_channels = to_channels(next_r, own_tile(2), lane);
+        const Unscaled<kSplit> k_channels = to_channels(next_k, own_tile(3), lane);
         if (group + 1 < work.groups) {
             const Place place = work.place(job, group + 1);
             next_r.load(r, place, lane);
             next_k.load(k, place, lane);
             load_w(next_w, w, place, lane);
         }
-        __syncwarp();
-        const Operand<kSplit> r_channels = left_columns<kSplit>(own_tile(2), lane);
-        const Operand<kSplit> k_channels = left_columns<kSplit>(own_tile(3), lane);
 
 #pragma unroll
         for (int m = 0; m < Meet::kLevels; ++m) {
@@ -133,8 +131,8 @@ __global__ void __launch_bounds__(32 * kBlocks, forward_occupancy(Element::kSpli
             if (!Meet::has_level(work.block, m)) return;
             const Operand<kSplit> left = left_columns<kSplit>(r_tile(m), lane);
             Meet::template for_each_other<m>(work.block, [&](auto slot, int other) {
-                add_product(across[decltype(slot)::value], left, right_columns<kSplit>(k_tile(group & 1, m, other), lane),
-                            lane);
+                add_product(across[decltype(slot)::value], left,
+                            right_columns<kSplit>(k_tile(group & 1, m, other), lane), lane);
             });
         });
     }
@@ -151,20 +149,17 @@ __global__ void __launch_bounds__(32 * kBlocks, forward_occupancy(Element::kSpli
         new_product(sums, own_weights, right_columns<kSplit>(v_tile(work.block, group), lane), lane);
         for_each<Meet::kLevels>([&](auto level) {
             Meet::template for_each_other<decltype(level)::value>(work.block, [&](auto slot, int other) {
-                add_product(sums, other_weights[decltype(slot)::value], right_columns<kSplit>(v_tile(other, group), lane),
-                            lane);
+                add_product(sums, other_weights[decltype(slot)::value],
+                            right_columns<kSplit>(v_tile(other, group), lane), lane);
             });
         });
         if constexpr (kChunked) {
             for (int side = 0; side < 2; ++side) {
                 if (!has_state(job, work, side)) continue;
-#pragma unroll 1
+#pragma unroll 4
                 for (int key_group = 0; key_group < work.groups; ++key_group) {
-                    __syncwarp();
-                    store(own_tile(0), load_state<kSplit>(job, work, 0, side, key_group, group, lane), lane);
-                    __syncwarp();
                     add_product(sums, left_columns<kSplit>(side_tile(side, key_group), lane),
-                                right_columns<kSplit>(own_tile(0), lane), lane);
+                                load_state<kSplit>(job, work, kKeysAndValues, side, key_group, group, lane), lane);
                 }
             }
         }

@@ -13,9 +13,9 @@ namespace wkv6 {
 struct Job {
     WKV6Params params;
     int chunks;
-    float* states;        // see wkv6_cuda_states.cuh
-    float* chunk_decays;  // [head, chunk, channels]: product of a chunk's decays
-    float* gu_parts;      // [head, chunk, N]
+    int ahead;         // thread blocks on the device at a time, about: which head's data a block asks for
+    uint32_t* states;  // see wkv6_cuda_states.cuh
+    float* gu_parts;   // [head, chunk, N]
 };
 
 // Sizes and indices that follow from a Job, for the warp that asks.
@@ -23,18 +23,19 @@ struct Work {
     int head, b, h, chunk, block;
     int groups, channels;  // of 16 channels; 16 groups
     int first_token;       // of the warp's block
-    bool alone;            // the block has one token at most
+    bool alone, empty;     // the block has one token at most, or none
 
-    __device__ __forceinline__ Work(const Job& job, int blocks) {
-        head = blockIdx.x;
+    __device__ __forceinline__ Work(const Job& job, int blocks, int head_index, int chunk_index) {
+        head = head_index;
         b = head / job.params.H;
         h = head % job.params.H;
-        chunk = blockIdx.y;
+        chunk = chunk_index;
         block = warp_id();
         groups = (job.params.N + 15) / 16;
         channels = 16 * groups;
         first_token = 16 * (chunk * blocks + block);
         alone = first_token + 1 >= job.params.T;
+        empty = first_token >= job.params.T;
     }
 
     __device__ __forceinline__ Place place(const Job& job, int group) const {
@@ -45,7 +46,8 @@ struct Work {
 template <int kValue>
 using Constant = std::integral_constant<int, kValue>;
 
-// function(Constant<0>), ... function(Constant<kCount - 1>): indices that are constants also where a loop is not unrolled.
+// function(Constant<0>), ... function(Constant<kCount - 1>): indices that are constants also where a loop is not
+// unrolled.
 template <class Function, int... kIndices>
 __device__ __forceinline__ void for_each_index(Function&& function, std::integer_sequence<int, kIndices...>) {
     (function(Constant<kIndices>{}), ...);
@@ -57,17 +59,18 @@ __device__ __forceinline__ void for_each(Function&& function) {
 }
 
 // How many thread blocks of a kernel a multiprocessor is to hold, by which the compiler limits registers.
-constexpr int forward_occupancy(bool split, int blocks) { return split || blocks > 5 ? 1 : blocks > 4 ? 3 : 4; }
-constexpr int backward_occupancy(bool split, int blocks) { return split || blocks > 5 ? 1 : blocks > 4 ? 2 : 3; }
+constexpr int forward_occupancy(bool split, int blocks) { return split ? (blocks > 4 ? 2 : 3) : blocks > 4 ? 3 : 4; }
+
+constexpr int backward_occupancy(bool split, int blocks) { return split || blocks > 4 ? 2 : 3; }
 
 // How the kBlocks blocks of a chunk meet. At level 16 * 2^m a block meets the blocks of the neighbouring half of 2^m
 // blocks: for i < 2^m block other(block, m, i), or none (-1). What a warp keeps for each of the other blocks has
 // number slot(m, i), so that it stays in registers. Blocks past the sequence's end are empty, not absent.
 template <int kBlocks>
 struct Meeting {
-    static_assert(kBlocks == 1 || kBlocks == 2 || kBlocks == 4 || kBlocks == 5 || kBlocks == 8, "");
+    static_assert(kBlocks == 1 || kBlocks == 2 || kBlocks == 4 || kBlocks == 5, "");
     static constexpr int kLevels = kBlocks == 1 ? 0 : kBlocks == 2 ? 1 : kBlocks == 4 ? 2 : 3;
-    static constexpr int kSlots = kBlocks > 1 ? kBlocks - 1 : 1;
+    static constexpr int kSlots = kBlocks == 1 ? 1 : kBlocks - 1;
 
     // Of five blocks the last one meets all others at level 64, in the slots of levels that it does not have.
     static __host__ __device__ constexpr int slot(int m, int i) {
@@ -99,22 +102,52 @@ struct Meeting {
     static __device__ __forceinline__ bool is_later(int block, int m) { return block >> m & 1; }
 };
 
-// Writes the decay of the warp's block to totals[block * channels + c].
-template <class W>
-__device__ __forceinline__ void write_block_decays(float* totals, const Head<W>& w, const Job& job, const Work& work,
-                                                   const Lane& lane) {
-#pragma unroll 2
-    for (int group = 0; group < work.groups; ++group) {
-        float rates[8], total[2];
-        load_w(rates, w, work.place(job, group), lane);
-        to_rates(rates);
-        block_decay(total, rates);
-        if (lane.q == 0) {
-            float* to = totals + work.block * work.channels + 16 * group + permuted(lane.g);
-            to[0] = total[0];
-            to[2] = total[1];
+// The work before the loop over channel groups, several groups at a time so that their loads wait together: writes the
+// decay of the warp's block to totals[block * channels + c], and calls use(group, a tile's Rows of each tensor).
+template <class Element, class W, int kTensors, class Use>
+__device__ __forceinline__ void load_block(float* totals, const Head<W>& w, const Head<Element> (&tensors)[kTensors],
+                                           const Job& job, const Work& work, const Lane& lane, Use&& use) {
+    constexpr int kBatch = 5;
+#pragma unroll 1
+    for (int first = 0; first < work.groups; first += kBatch) {
+        float rates[kBatch][8];
+        Rows<Element> rows[kBatch][kTensors];
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            const Place place = work.place(job, first + i);  // past the last group: no channel, no load
+#pragma unroll
+            for (int tensor = 0; tensor < kTensors; ++tensor) rows[i][tensor].load(tensors[tensor], place, lane);
+            load_w(rates[i], w, place, lane);
+        }
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            if (first + i >= work.groups) break;
+            use(first + i, rows[i]);
+            float total[2];
+            to_rates(rates[i]);
+            block_decay(total, rates[i]);
+            if (lane.q == 0) {
+                float* to = totals + work.block * work.channels + 16 * (first + i) + permuted(lane.g);
+                to[0] = total[0];
+                to[2] = total[1];
+            }
         }
     }
+}
+
+// Asks for the inputs of the head whose thread block will start when this one ends, about.
+template <class Element, class W>
+__device__ __forceinline__ void prefetch_other_head(const Job& job, const Work& work, bool backward, const Lane& lane) {
+    const WKV6Params& params = job.params;
+    const int head = work.head + job.ahead;
+    if (head >= params.B * params.H) return;
+    const int b = head / params.H, h = head % params.H;
+    const Place place = work.place(job, 0);
+    const Head<Element> v(params.v, b, h);
+    const Head<W> w(params.w, b, h);
+    prefetch_rows(v, w, place, lane);
+    prefetch_rows(Head<Element>(params.r, b, h), Head<Element>(params.k, b, h), place, lane);
+    if (backward) prefetch_rows(Head<Element>(params.gy, b, h), v, place, lane);
 }
 
 // Product of the decays of blocks first ... last - 1.

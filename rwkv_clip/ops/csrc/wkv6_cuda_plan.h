@@ -1,56 +1,31 @@
-// How a call is cut into thread blocks, and how its kernels are launched.
+// How a call is cut into thread blocks, and the launches that each pair of element types compiles for itself.
 #pragma once
 
-#include <type_traits>
-
-#include "wkv6_cuda_backward.cuh"
-#include "wkv6_cuda_forward.cuh"
+#include "wkv6_cuda_job.cuh"
 
 namespace wkv6 {
 
 struct Plan {
     int blocks, chunks, groups;
-    size_t shared_bytes;         // of the main kernel
-    size_t states_shared_bytes;  // of chunk_states_kernel
-    size_t states_bytes, decays_bytes, gu_bytes;  // workspace, in this order
+    size_t shared_bytes;            // of the main kernel
+    size_t states_shared_bytes;     // of states_kernel
+    size_t states_bytes, gu_bytes;  // workspace, in this order
+    int ahead;
     int error;
 
-    size_t workspace_bytes() const { return states_bytes + decays_bytes + gu_bytes; }
+    size_t workspace_bytes() const { return states_bytes + gu_bytes; }
 };
 
-Plan make_plan(const WKV6Params& params, bool backward);
-Job make_job(const WKV6Params& params, const Plan& plan);
-
-// Numbers of blocks that the kernels are compiled for. With two bf16 parts, 8 are too many registers.
-constexpr int kSizes[] = {4, 5, 8};
-constexpr int max_blocks(bool split) { return split ? 5 : 8; }
-
-// Calls function(blocks, chunked) with constants.
-template <bool kSplit, class Function>
-auto with_size(const Plan& plan, Function function) {
-    const std::true_type chunked;
-    const std::false_type whole;
-    if (plan.chunks > 1) {
-        if constexpr (!kSplit) {
-            if (plan.blocks == 8) return function(Constant<8>{}, chunked);
-        }
-        if (plan.blocks == 1) return function(Constant<1>{}, chunked);
-        return function(Constant<4>{}, chunked);
-    }
-    if constexpr (!kSplit) {
-        if (plan.blocks == 8) return function(Constant<8>{}, whole);
-    }
-    if (plan.blocks == 5) return function(Constant<5>{}, whole);
-    return function(Constant<4>{}, whole);
-}
-
-// Calls function(element, w) with values of the element types.
+// Calls function(blocks, chunked) with the plan's sizes as constants, those that the kernels are compiled for.
 template <class Function>
-int with_types(const WKV6Params& params, Function function) {
-    const bool w32 = params.w_dtype == WKV6_FLOAT32;
-    if (params.dtype == WKV6_FLOAT32) return function(Float32{}, Float32{});
-    if (params.dtype == WKV6_BFLOAT16) return w32 ? function(Bfloat16{}, Float32{}) : function(Bfloat16{}, Bfloat16{});
-    return w32 ? function(Float16{}, Float32{}) : function(Float16{}, Float16{});
+auto with_size(const Plan& plan, Function function) {
+    if (plan.chunks > 1 || plan.blocks < 4) {
+        if (plan.blocks == 1) return function(Constant<1>{}, std::true_type{});
+        if (plan.blocks == 2) return function(Constant<2>{}, std::true_type{});
+        return function(Constant<4>{}, std::true_type{});
+    }
+    if (plan.blocks == 5) return function(Constant<5>{}, std::false_type{});
+    return function(Constant<4>{}, std::false_type{});
 }
 
 // Launches a kernel; the cudaError_t of that.
@@ -61,8 +36,8 @@ int launch(Kernel kernel, int grid_x, int grid_y, int threads, size_t shared_byt
     return 0;
 #else
     if (shared_bytes > 48 * 1024) {
-        const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                       static_cast<int>(shared_bytes));
+        const cudaError_t error =
+            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
         if (error != cudaSuccess) return error;
     }
     kernel<<<dim3(grid_x, grid_y), threads, shared_bytes, static_cast<cudaStream_t>(job.params.stream)>>>(job);
@@ -70,11 +45,9 @@ int launch(Kernel kernel, int grid_x, int grid_y, int threads, size_t shared_byt
 #endif
 }
 
-int forward_shared_bytes(const Plan& plan, bool split);
-int backward_shared_bytes(const Plan& plan, bool split);
-int states_shared_bytes(const Plan& plan, bool split);
-
+template <class Element, class W>
 int launch_forward(const Job& job, const Plan& plan);
+template <class Element, class W>
 int launch_backward(const Job& job, const Plan& plan);
 
 }  // namespace wkv6

@@ -7,13 +7,15 @@
 //   channel tile  rows are channels, row halves a & 1, token halves a >> 1: two tokens of one channel in a register
 //
 // Rows and columns are in the order `permuted`: position 8 half + n is token (or channel) 4 (n / 2) + 2 half + n % 2.
-// So lane 4g+q meets in a token tile the tokens permuted(g), permuted(8 + g) and the four channels 4q ... 4q+3, and in a
-// channel tile the channels permuted(g), permuted(8 + g) and the four tokens 4q ... 4q+3: rows of a tensor are read and
-// written 8 or 16 bytes per lane, and products over tokens or channels do not mind the order.
+// So lane 4g+q meets in a token tile the tokens permuted(g), permuted(8 + g) and the four channels 4q ... 4q+3, and in
+// a channel tile the channels permuted(g), permuted(8 + g) and the four tokens 4q ... 4q+3: rows of a tensor are read
+// and written 8 or 16 bytes per lane, and products over tokens or channels do not mind the order.
 //
 // Eight values of a lane are numbered 2 a + (0 or 1); in a channel tile that is 2 half + 4 (token / 2) + token % 2 for
 // the lane's channel number `half` and token 0 ... 3. The accumulators of a product have the same numbering.
 #pragma once
+
+#include <type_traits>
 
 #include "wkv6.h"
 #include "wkv6_cuda_warp.cuh"
@@ -30,7 +32,9 @@ struct Bfloat16 {
     using Storage = uint16_t;
     using Row = uint2;  // four channels
     static constexpr bool kSplit = false;
-    static __device__ __forceinline__ float to_float(Storage x) { return bits_to_float(static_cast<uint32_t>(x) << 16); }
+    static __device__ __forceinline__ float to_float(Storage x) {
+        return bits_to_float(static_cast<uint32_t>(x) << 16);
+    }
     static __device__ __forceinline__ Storage from_float(float x) {
         return static_cast<Storage>(pack_bf16(x, 0.f) & 0xffffu);
     }
@@ -112,6 +116,27 @@ __device__ __forceinline__ void get_values(float (&values)[8], const Operand<tru
     }
 }
 
+// A tile of an input before it is scaled: not rounded to two parts yet where operands are split.
+struct Exact {
+    float values[8];
+};
+
+template <bool kSplit>
+using Unscaled = std::conditional_t<kSplit, Exact, Operand<false>>;
+
+__device__ __forceinline__ void get_values(float (&values)[8], const Exact& tile) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) values[i] = tile.values[i];
+}
+
+__device__ __forceinline__ const Operand<false>& as_operand(const Operand<false>& tile) { return tile; }
+
+__device__ __forceinline__ Operand<true> as_operand(const Exact& tile) {
+    Operand<true> operand;
+    set_values(operand, tile.values);
+    return operand;
+}
+
 // Of a right factor the pairs with equal halves of n and k: one element of each, by a mask.
 __device__ __forceinline__ void keep_half_pairs(Operand<false>& right, uint32_t mask) {
     right.high[0] &= mask;
@@ -129,7 +154,9 @@ __device__ __forceinline__ void keep_half_pairs(Operand<true>& right, uint32_t m
 template <bool kSplit>
 struct Scale {
     uint32_t pair[4];
-    __device__ __forceinline__ float value(int i) const { return i & 1 ? bf16_high(pair[i >> 1]) : bf16_low(pair[i >> 1]); }
+    __device__ __forceinline__ float value(int i) const {
+        return i & 1 ? bf16_high(pair[i >> 1]) : bf16_low(pair[i >> 1]);
+    }
 };
 
 template <>
@@ -145,18 +172,17 @@ __device__ __forceinline__ Operand<false> multiply(const Operand<false>& in, con
     return out;
 }
 
-__device__ __forceinline__ Operand<true> multiply(const Operand<true>& in, const Scale<true>& scale) {
+__device__ __forceinline__ Operand<true> multiply(const Exact& in, const Scale<true>& scale) {
     float values[8];
-    get_values(values, in);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) values[i] *= scale.values[i];
+    for (int i = 0; i < 8; ++i) values[i] = in.values[i] * scale.values[i];
     Operand<true> out;
     set_values(out, values);
     return out;
 }
 
-// Products: out[16x16] = left[16x16] right[16x16] + sums[16x16]. A left factor's registers are the matrices in the order
-// (m, k) = 00 10 01 11, a right factor's in the order (n, k) = 00 01 10 11.
+// Products: out[16x16] = left[16x16] right[16x16] + sums[16x16]. A left factor's registers are the matrices in the
+// order (m, k) = 00 10 01 11, a right factor's in the order (n, k) = 00 01 10 11.
 __device__ __forceinline__ void product(float (&out)[8], const Operand<false>& left, const Operand<false>& right,
                                         const float (&sums)[8], const Lane& lane) {
 #pragma unroll
@@ -340,21 +366,53 @@ struct Rows {
     }
 };
 
-// Asks for the rows of a block's tokens, all channels, ahead of their use.
-template <class Element>
-__device__ __forceinline__ void prefetch_rows(const Head<Element>& head, const Place& place, const Lane& lane) {
-    constexpr int kChannels = 128 / sizeof(typename Element::Storage);  // of a cache line
-    const int token = place.first_token + (lane.id >> 1);
+// Asks for all channels of the block's tokens of two tensors.
+template <class A, class B>
+__device__ __forceinline__ void prefetch_rows(const Head<A>& a, const Head<B>& b, const Place& place,
+                                              const Lane& lane) {
+    const int token = place.first_token + (lane.id & 15);
     if (token >= place.T) return;
-    for (int channel = (lane.id & 1) * kChannels; channel < place.N; channel += 2 * kChannels) {
-        prefetch(head.at(token, channel));
+    prefetch(lane.id < 16 ? a.at(token, 0) : b.at(token, 0),
+             place.N * (lane.id < 16 ? Head<A>::kSize : Head<B>::kSize));
+}
+
+// Address of a value in a tile of 16 x 16 fp32 values: a row per token, rotated to spread the banks.
+__device__ __forceinline__ Address exact_value(Address tile, int token, int channel) {
+    return tile + 64 * token + 4 * ((channel + 4 * (token >> 1)) & 15);
+}
+
+// From rows of tokens to a channel tile, through a tile of the warp's own.
+template <class Element>
+__device__ __forceinline__ Unscaled<Element::kSplit> to_channels(const Rows<Element>& rows, Address tile,
+                                                                 const Lane& lane) {
+    if constexpr (!Element::kSplit) {
+        store(tile, rows.operand(), lane);
+        __syncwarp();
+        return left_columns<false>(tile, lane);
+    } else {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const auto& row = rows.row[half];
+            store_shared(exact_value(tile, permuted(8 * half + lane.g), 4 * lane.q),
+                         float4{Element::element(row, 0), Element::element(row, 1), Element::element(row, 2),
+                                Element::element(row, 3)});
+        }
+        __syncwarp();
+        Exact out;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const int token = 4 * lane.q + 2 * (i >> 2) + (i & 1), channel = permuted(8 * (i >> 1 & 1) + lane.g);
+            out.values[i] = load_shared<float>(exact_value(tile, token, channel));
+        }
+        return out;
     }
 }
 
 // Writes four channels of tokens permuted(g) and permuted(8 + g).
 template <class Element>
 __device__ __forceinline__ void write_row_pair(const Head<Element>& head, const Place& place, const Lane& lane,
-                                               const typename Element::Row& first, const typename Element::Row& second) {
+                                               const typename Element::Row& first,
+                                               const typename Element::Row& second) {
     const int channel = place.first_channel + 4 * lane.q, token = place.first_token + permuted(lane.g);
     char* to = head.at(token, channel);
     if (channel < place.N && token < place.T) *as<typename Element::Row>(to) = first;
@@ -382,18 +440,16 @@ __device__ __forceinline__ void write_columns(const Head<Element>& head, const P
         const Operand<false> out = load_transposed_tile<false, false>(scratch, lane);
         write_row_pair(head, place, lane, uint2{out.high[0], out.high[1]}, uint2{out.high[2], out.high[3]});
     } else {
-        // Row t of the scratch holds 16 channels; rows rotated by 4 (t / 2) to spread the banks.
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-            const int t = 4 * lane.q + 2 * (i >> 2) + (i & 1), c = permuted(8 * (i >> 1 & 1) + lane.g);
-            store_shared(scratch + 64 * t + 4 * ((c + 4 * (t >> 1)) & 15), values[i]);
+            const int token = 4 * lane.q + 2 * (i >> 2) + (i & 1), channel = permuted(8 * (i >> 1 & 1) + lane.g);
+            store_shared(exact_value(scratch, token, channel), values[i]);
         }
         __syncwarp();
         typename Element::Row out[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int t = permuted(8 * half + lane.g);
-            const float4 from = load_shared<float4>(scratch + 64 * t + 4 * ((4 * lane.q + 4 * (t >> 1)) & 15));
+            const float4 from = load_shared<float4>(exact_value(scratch, permuted(8 * half + lane.g), 4 * lane.q));
             out[half] = Element::pack(from.x, from.y, from.z, from.w);
         }
         write_row_pair(head, place, lane, out[0], out[1]);

@@ -28,9 +28,10 @@ struct Lane {
     uint32_t straight, crossed;  // byte offsets of its row of four 8x8 matrices, in order and with 1 and 2 exchanged
 
     __device__ __forceinline__ Lane() {
-        // A shuffle of what is already there: its result stays in a register, where the thread index would be read again
-        // from its slow register at each use.
-        const int thread = static_cast<int>(__shfl_sync(kAllLanes, static_cast<uint32_t>(threadIdx.x), threadIdx.x & 31));
+        // A shuffle of what is already there: its result stays in a register, where the thread index would be read
+        // again from its slow register at each use.
+        const int thread =
+            static_cast<int>(__shfl_sync(kAllLanes, static_cast<uint32_t>(threadIdx.x), threadIdx.x & 31));
         id = thread & 31;
         warp = thread >> 5;
         g = id >> 2;
@@ -119,7 +120,8 @@ __device__ __forceinline__ float half_to_float(uint32_t bits) {
 #ifdef WKV6_EMULATE
     const uint32_t sign = (bits & 0x8000u) << 16, exponent = bits >> 10 & 31, fraction = bits & 1023;
     if (exponent == 31) return bits_to_float(sign | 0x7f800000u | fraction << 13);
-    const float magnitude = exponent ? ldexpf(1024.f + fraction, static_cast<int>(exponent) - 25) : ldexpf(fraction, -24);
+    const float magnitude =
+        exponent ? ldexpf(1024.f + fraction, static_cast<int>(exponent) - 25) : ldexpf(fraction, -24);
     return sign ? -magnitude : magnitude;
 #else
     float value;
@@ -169,9 +171,16 @@ __device__ __forceinline__ float exp2_fast(float x) {
 #endif
 }
 
-__device__ __forceinline__ void prefetch(const void* address) {
+// Asks the L2 cache for `bytes` from address on, ahead of their use.
+__device__ __forceinline__ void prefetch(const char* address, uint32_t bytes) {
 #ifndef WKV6_EMULATE
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+#if WKV6_TENSOR_CORES && __CUDA_ARCH__ >= 900
+    if (((static_cast<uint32_t>(reinterpret_cast<uintptr_t>(address)) | bytes) & 15) == 0) {
+        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes));
+        return;
+    }
+#endif
+    for (uint32_t i = 0; i < bytes; i += 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(address + i));
 #endif
 }
 
@@ -235,8 +244,7 @@ __device__ __forceinline__ void load_matrices(uint32_t (&out)[4], Address matric
 
 // The same with every matrix transposed: lane 4g+q receives elements (2q, g) and (2q+1, g).
 template <bool kCrossed>
-__device__ __forceinline__ void load_transposed_matrices(uint32_t (&out)[4], Address matrices,
-                                                         const Lane& lane) {
+__device__ __forceinline__ void load_transposed_matrices(uint32_t (&out)[4], Address matrices, const Lane& lane) {
 #if WKV6_TENSOR_CORES
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
@@ -266,8 +274,8 @@ __device__ __forceinline__ void store_matrices(Address matrices, const uint32_t 
 // out[16x8] = a[16 x kDepth] b[kDepth x 8] + c[16x8]; a, b in bf16, in the register layouts of mma.m16n8k16 and
 // mma.m16n8k8 (b1, a[2] and a[3] are not read then). out and c may be the same.
 template <int kDepth>
-__device__ __forceinline__ void multiply_matrices(float* out, const uint32_t* a, uint32_t b0, uint32_t b1, const float* c,
-                                                  const Lane& lane) {
+__device__ __forceinline__ void multiply_matrices(float* out, const uint32_t* a, uint32_t b0, uint32_t b1,
+                                                  const float* c, const Lane& lane) {
 #if WKV6_TENSOR_CORES
     if constexpr (kDepth == 16) {
         asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
@@ -289,7 +297,8 @@ __device__ __forceinline__ void multiply_matrices(float* out, const uint32_t* a,
     for (int k = 0; k < 4; ++k) {
         for (int half = 0; half < kDepth / 8; ++half) {  // elements 8 half + 2k and the next
 #if defined(WKV6_EMULATE) && !defined(WKV6_PLAIN)
-            const uint32_t top = slots[4 * lane.g + k].words[2 * half], bottom = slots[4 * lane.g + k].words[2 * half + 1];
+            const uint32_t top = slots[4 * lane.g + k].words[2 * half],
+                           bottom = slots[4 * lane.g + k].words[2 * half + 1];
             const uint32_t left = slots[8 * lane.q + k].words[4 + half];
             const uint32_t right = slots[8 * lane.q + 4 + k].words[4 + half];
 #else

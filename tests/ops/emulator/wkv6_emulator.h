@@ -140,7 +140,8 @@ void launch(Kernel kernel, int grid_x, int grid_y, int threads, size_t shared_by
         }
         for (int left = threads; left > 0;) {
             const int start = random_bits() % threads;
-            const int step = 2 * (random_bits() % 16) + 1;  // odd: with a count that is a multiple of 32 every lane is met
+            const int step =
+                2 * (random_bits() % 16) + 1;  // odd: with a count that is a multiple of 32 every lane is met
             for (int i = 0; i < threads; ++i) {
                 state.current = (start + i * (threads % step ? step : 1)) % threads;
                 Lane& lane = state.lanes[state.current];
