@@ -54,7 +54,7 @@ struct Device {
 
 static Device current_device() {
 #ifdef WKV6_EMULATE
-    return Device{emulator::shared_memory_limit, 1, 0};
+    return Device{emulator::shared_memory_limit(), 1, 0};
 #else
     int device = 0, limit = 0, multiprocessors = 0;
     cudaError_t error = cudaGetDevice(&device);

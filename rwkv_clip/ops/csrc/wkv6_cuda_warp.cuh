@@ -138,7 +138,7 @@ __device__ __forceinline__ uint32_t float_to_half(float value) {
     if (magnitude >= 65520.f) return sign | 0x7c00u;
     int exponent;
     frexpf(magnitude, &exponent);
-    if (exponent < -13) exponent = -13;
+    if (exponent < -13 || magnitude == 0.f) exponent = -13;
     const uint32_t units = static_cast<uint32_t>(nearbyintf(ldexpf(magnitude, 11 - exponent)));  // of 2^(exponent - 11)
     return sign | (units + (static_cast<uint32_t>(exponent + 13) << 10));
 #else

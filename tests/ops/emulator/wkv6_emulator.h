@@ -68,9 +68,11 @@ inline Index3 block_index{0, 0, 0};
 inline Index3 block_size{0, 1, 1};
 inline Index3 grid_size{0, 1, 1};
 inline uint32_t random_state = 1;
-// Bytes that a thread block may have; WKV6_SHARED_KB stands for a smaller device.
-inline size_t shared_memory_limit =
-    1024 * static_cast<size_t>(std::getenv("WKV6_SHARED_KB") ? std::atoi(std::getenv("WKV6_SHARED_KB")) : 227);
+// Bytes that a thread block may have; the environment's WKV6_SHARED_KB stands for a smaller device.
+inline size_t shared_memory_limit() {
+    const char* kilobytes = std::getenv("WKV6_SHARED_KB");
+    return 1024 * static_cast<size_t>(kilobytes ? std::atoi(kilobytes) : 227);
+}
 
 inline uint32_t random_bits() {
     random_state = random_state * 1664525u + 1013904223u;
@@ -112,7 +114,7 @@ inline void lane_entry() {
 
 template <class Kernel, class Params>
 void launch(Kernel kernel, int grid_x, int grid_y, int threads, size_t shared_bytes, const Params& params) {
-    if (shared_bytes > shared_memory_limit) {
+    if (shared_bytes > shared_memory_limit()) {
         std::fprintf(stderr, "emulator: %zu bytes of shared memory asked for\n", shared_bytes);
         std::abort();
     }
