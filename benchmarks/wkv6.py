@@ -1,0 +1,215 @@
+"""WKV6 on a GPU: the CUDA op beside the readable oracle, flash-linear-attention when installed, and the memory floor.
+
+    python benchmarks/wkv6.py [--json] [--shapes 512,49,8,80 16,1024,8,80]
+
+Times are medians of CUDA graph replays over two sets of inputs in turn, in milliseconds; fwd+bwd is the sum of both
+passes. The floor is what moving the inputs and outputs once takes at the speed of a device-to-device copy measured in
+the same run. Errors are the largest of y and the gradients against the oracle in float64, at batch 2. Peak memory is
+what a forward and a backward pass add beside their outputs, as a share of the outputs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from rwkv_clip.ops import prepare, wkv6_reference
+
+# B, T, H, N: image of B-32, text, image of B-16, and two long sequences.
+SHAPES = ((512, 49, 8, 80), (512, 77, 10, 64), (512, 196, 8, 80), (16, 1024, 8, 80), (16, 4096, 8, 80))
+DTYPES = {
+    "bf16, w fp32": (torch.bfloat16, torch.float32),
+    "bf16": (torch.bfloat16, torch.bfloat16),
+    "fp32": (torch.float32,) * 2,
+}
+ORACLE_BYTES = 60e9  # that the oracle's states may take under autograd; larger shapes are left out
+NAMES = ("y", "gr", "gk", "gv", "gw", "gu")
+
+
+def make_inputs(shape: tuple[int, ...], dtype: torch.dtype, w_dtype: torch.dtype, seed: int) -> tuple[Tensor, ...]:
+    """r, k, v, w, u, gy on the GPU; w around -3, as in trained models."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    r, k, v, w, gy = (torch.randn(shape, generator=generator, device="cuda") for _ in range(5))
+    u = torch.randn(shape[2:], generator=generator, device="cuda")
+    return r.to(dtype), k.to(dtype), v.to(dtype), (w * 1.5 - 3).to(w_dtype), u, gy.to(dtype)
+
+
+def forward(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, gy: Tensor) -> tuple[Tensor, ...]:
+    return (torch.ops.rwkv_clip.wkv6(r, k, v, w, u),)
+
+
+def backward(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, gy: Tensor) -> tuple[Tensor, ...]:
+    return torch.ops.rwkv_clip.wkv6_backward(r, k, v, w, u, gy)
+
+
+def replay_ms(function: Callable[[int], object], calls: int = 4, replays: int = 9) -> float:
+    """Median milliseconds of one of `calls` calls (of function(0), function(1), ...) in a CUDA graph."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        function(0)
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(calls):
+            function(i)
+    return median_ms(graph.replay, replays) / calls
+
+
+def median_ms(function: Callable[[], object], repeats: int) -> float:
+    function()
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        function()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def copy_bytes_per_ms() -> float:
+    """Bytes read and written per millisecond by a copy of 2 GiB."""
+    source = torch.empty(2 << 30, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    return 2 * source.numel() / replay_ms(lambda i: target.copy_(source), calls=2)
+
+
+def moved_bytes(inputs: tuple[Tensor, ...]) -> tuple[int, int]:
+    """Bytes that the forward and the backward pass have to read and write."""
+    r, _, _, w, _, _ = inputs
+    each, decay = r.numel() * r.element_size(), w.numel() * w.element_size()
+    return 4 * each + decay, 7 * each + 2 * decay
+
+
+def oracle_ms(inputs: tuple[Tensor, ...]) -> float | None:
+    """Forward + backward of the oracle; None where its states do not fit."""
+    batch, tokens, heads, size = inputs[0].shape
+    if 5 * 4 * batch * tokens * heads * size**2 > ORACLE_BYTES:
+        return None
+
+    def run() -> None:
+        leaves = [x.detach().float().requires_grad_() for x in inputs[:5]]
+        torch.autograd.grad(wkv6_reference(*leaves), leaves, inputs[5].float())
+
+    return median_ms(run, 3)
+
+
+def fla_ms(inputs: tuple[Tensor, ...]) -> float | None:
+    """Forward + backward of flash-linear-attention's chunk_rwkv6 in both directions; None when not installed."""
+    try:
+        from fla.ops.rwkv6 import chunk_rwkv6
+    except ImportError:
+        return None
+    r, k, v, w, u, gy = inputs
+    zero = torch.zeros_like(u)
+
+    def run() -> None:
+        leaves = [x.detach().requires_grad_() for x in (r, k, v, w, u)]
+        log_decay = -torch.exp(leaves[3].float())
+        there = chunk_rwkv6(*leaves[:3], log_decay, leaves[4].to(r.dtype), scale=1.0)[0]
+        reverse = [x.flip(1) for x in (*leaves[:3], log_decay)]
+        back = chunk_rwkv6(*reverse, zero.to(r.dtype), scale=1.0)[0].flip(1)
+        torch.autograd.grad(there + back, leaves, gy)
+
+    return median_ms(run, 5)
+
+
+def largest_error(shape: tuple[int, ...], dtype: torch.dtype, w_dtype: torch.dtype) -> tuple[float, str]:
+    """The largest relative error and the result that has it, at batch 2 (1 for long sequences)."""
+    batch = min(shape[0], 2 if shape[1] < 1000 else 1)
+    heads = shape[2] if shape[1] < 1000 else 2
+    inputs = make_inputs((batch, shape[1], heads, shape[3]), dtype, w_dtype, seed=7)
+    leaves = [x.detach().double().requires_grad_() for x in inputs[:5]]
+    y = wkv6_reference(*leaves)
+    exact = (y.detach(), *torch.autograd.grad(y, leaves, inputs[5].double()))
+    found = (*forward(*inputs), *backward(*inputs))
+    errors = ((a.double() - b).norm() / b.norm() for a, b in zip(found, exact, strict=True))
+    return max((error.item(), name) for error, name in zip(errors, NAMES, strict=True))
+
+
+def extra_memory(inputs: tuple[Tensor, ...]) -> float:
+    """Peak memory of both passes beside their outputs, as a share of the outputs' memory."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    outputs = (*forward(*inputs), *backward(*inputs))
+    size = sum(x.numel() * x.element_size() for x in outputs)
+    return (torch.cuda.max_memory_allocated() - before - size) / size
+
+
+def measure(shape: tuple[int, ...], label: str, bytes_per_ms: float) -> dict:
+    dtype, w_dtype = DTYPES[label]
+    sets = tuple(make_inputs(shape, dtype, w_dtype, seed) for seed in range(2))
+    forward_bytes, backward_bytes = moved_bytes(sets[0])
+    forward_ms = replay_ms(lambda i: forward(*sets[i % 2]))
+    backward_ms = replay_ms(lambda i: backward(*sets[i % 2]))
+    error, error_of = largest_error(shape, dtype, w_dtype)
+    return {
+        "shape": shape,
+        "dtype": label,
+        "forward_ms": forward_ms,
+        "both_ms": forward_ms + backward_ms,
+        "forward_floor_ms": forward_bytes / bytes_per_ms,
+        "both_floor_ms": (forward_bytes + backward_bytes) / bytes_per_ms,
+        "extra_memory": extra_memory(sets[0]),
+        "fla_ms": fla_ms(sets[0]) if dtype != torch.float32 else None,
+        "oracle_ms": oracle_ms(sets[0]),
+        "error": error,
+        "error_of": error_of,
+    }
+
+
+def cell(value: float | None, form: str) -> str:
+    return format(value, form) if value is not None else "-".rjust(int(form.split(".")[0]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument("--shapes", nargs="+", metavar="B,T,H,N", help="instead of the models' and two long ones")
+    args = parser.parse_args()
+    shapes = [tuple(map(int, shape.split(","))) for shape in args.shapes] if args.shapes else SHAPES
+    assert prepare("cuda") == "cuda"
+    bytes_per_ms = copy_bytes_per_ms()
+    machine = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "copy_tb_s": bytes_per_ms / 1e9}
+    if not args.json:
+        print(f"{machine['device']}, torch {machine['torch']}, copy {machine['copy_tb_s']:.2f} TB/s")
+        heads = (
+            "B, T, H, N",
+            "dtype",
+            "fwd",
+            "floor",
+            "fwd+bwd",
+            "floor",
+            "oracle",
+            "speed-up",
+            "fla",
+            "error",
+            "of",
+            "memory",
+        )
+        print("{:>16} {:>12} {:>7} {:>7} {:>8} {:>7} {:>8} {:>8} {:>7} {:>8} {:>3} {:>7}".format(*heads))
+    for shape in shapes:
+        for label in DTYPES:
+            row = measure(shape, label, bytes_per_ms)
+            if args.json:
+                print(json.dumps({**machine, **row}), flush=True)
+                continue
+            speed_up = row["oracle_ms"] and row["oracle_ms"] / row["both_ms"]
+            print(
+                f"{', '.join(map(str, shape)):>16} {label:>12} {row['forward_ms']:7.3f} {row['forward_floor_ms']:7.3f} "
+                f"{row['both_ms']:8.3f} {row['both_floor_ms']:7.3f} {cell(row['oracle_ms'], '8.1f')} "
+                f"{cell(speed_up, '8.0f')} {cell(row['fla_ms'], '7.2f')} {row['error']:8.1e} {row['error_of']:>3} "
+                f"{row['extra_memory']:7.1%}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
