@@ -78,6 +78,8 @@ def compiled_forward(
         contexts = partial(create_selective_checkpoint_contexts, partial(_policy, keeps))
         return checkpoint(block, *args, use_reentrant=False, context_fn=contexts)
 
+    # Code of its own, as the compiler counts what it compiled per code object and refuses more than a few.
+    forward.__code__ = forward.__code__.replace()
     if backend != "inductor":
         return torch.compile(forward, fullgraph=True, dynamic=False, backend=backend)
     try:

@@ -52,7 +52,7 @@ def compile_towers(model: RWKVCLIP, config: dict[str, Any], world: World, with_r
         logger.info('the blocks are not compiled on a CPU (unless "compile" says "force": true)')
         return False
     # It warns once about in-place operations, of which the blocks have none.
-    logging.getLogger("torch._dynamo.variables.higher_order_ops").setLevel(logging.ERROR)
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     started = time.monotonic()
     # Errors in what the user wrote end the run; those of the compiler do not.
     forward = compiled_forward(section.get("recompute", "elementwise"), section.get("options"))

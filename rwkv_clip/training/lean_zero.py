@@ -2,8 +2,8 @@
 
 DeepSpeed's ZeRO optimizer for stages 1 and 2 looks at every gradient by itself for NaN and Inf, takes the norm of every
 one by itself, and asks the device in each parameter group whether the norm is finite: 6,000 small kernels per step for
-some 560 parameters. The global norm alone tells all of it; here it is one fused kernel, read once. From there to the next
-forward pass the GPU waits for Python, so nothing that can be left out stands there.
+some 560 parameters. The global norm alone tells all of it; here it is one fused kernel, read once. From there to the
+next forward pass the GPU waits for Python, so nothing that can be left out stands there.
 """
 
 from __future__ import annotations

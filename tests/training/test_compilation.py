@@ -1,0 +1,155 @@
+"""The "compile" section: what it takes, that a compiled run trains like a plain one, and that a failure is survived."""
+
+from __future__ import annotations
+
+import logging
+import re
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from ranks import run_ranks
+from tiny import make_engine, micro_batches
+
+from rwkv_clip.errors import UserError
+from rwkv_clip.model.clip import RWKVCLIP
+from rwkv_clip.model.compile import compiled_forward
+from rwkv_clip.model.config import ImageConfig, ModelConfig, TextConfig
+from rwkv_clip.training import compilation
+from rwkv_clip.training.compilation import check_section, compile_towers
+from rwkv_clip.training.loss import ClipLoss
+from rwkv_clip.training.masters import set_masters
+from rwkv_clip.training.step import train_step
+from rwkv_clip.training.weights import gather_weights
+
+CONFIG = ModelConfig(
+    "tiny",
+    ImageConfig(image_size=16, patch_size=8, width=16, depth=2, num_heads=2, hidden_rate=2),
+    TextConfig(context_length=8, vocab_size=40, width=16, depth=2, num_heads=2, ffn_width=32),
+)
+PAIRS, STEPS = 12, 20
+# Inductor's division of the work between the passes, without waiting for a compiler of kernels.
+tracing = partial(compiled_forward, backend="aot_eager_decomp_partition")
+
+
+def make_pairs(seed: int):
+    generator = torch.Generator().manual_seed(seed)
+    return SimpleNamespace(
+        images=torch.randn(PAIRS, 3, 16, 16, generator=generator),
+        tokens=torch.randint(1, 40, (PAIRS, 8), generator=generator),
+    )
+
+
+def alone() -> SimpleNamespace:
+    return SimpleNamespace(device=torch.device("cpu"), gather=lambda text: [text])
+
+
+def section(micro_batch: int = 4, **compile) -> dict:
+    return {"train_micro_batch_size_per_gpu": micro_batch, "compile": {"enabled": True, "force": True, **compile}}
+
+
+def train(precision: str, accumulation: int, checkpointed: bool, compiled: bool):
+    """fp32 weights by name after STEPS steps."""
+    import deepspeed
+    import torch.distributed as dist
+
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    model = RWKVCLIP(CONFIG).train()
+    exact = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    micro_batch = PAIRS // world_size // accumulation
+    engine = make_engine(model, micro_batch, accumulation, 1, precision, lr=3e-4)
+    set_masters(engine, exact)
+    if checkpointed:
+        deepspeed.checkpointing.configure(None, deepspeed_config=engine.config)
+        model.set_activation_checkpointing(deepspeed.checkpointing.non_reentrant_checkpoint)
+    if compiled:
+        compilation.compiled_forward = tracing
+        assert compile_towers(model, section(micro_batch), alone(), with_replay=accumulation > 1)
+    for step in range(STEPS):
+        batches = micro_batches(make_pairs(step), rank, world_size, accumulation)
+        train_step(engine, batches, ClipLoss(group=engine.data_parallel_group))
+    return {name: value.numpy() for name, value in gather_weights(engine, {}).items()}
+
+
+# name -> (precision, accumulation, activation checkpointing)
+SETTINGS = {"fp32": ("fp32", 1, False), "bf16": ("bf16", 1, False), "replayed and checkpointed": ("fp32", 3, True)}
+
+
+def trainings():
+    return {
+        name: (train(*setting, compiled=False), train(*setting, compiled=True)) for name, setting in SETTINGS.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def runs():
+    return run_ranks(1, trainings, timeout=240)[0]
+
+
+@pytest.mark.parametrize(("name", "share"), [("fp32", 1e-5), ("bf16", 1e-3), ("replayed and checkpointed", 1e-5)])
+def test_weights_after_20_steps_are_those_of_an_uncompiled_run(runs, name: str, share: float) -> None:
+    plain, compiled = (np.concatenate([value.ravel() for value in weights.values()]) for weights in runs[name])
+    assert np.linalg.norm(compiled - plain) <= share * np.linalg.norm(plain)
+
+
+def test_on_a_cpu_nothing_is_compiled_unless_forced() -> None:
+    model = RWKVCLIP(CONFIG)
+    assert not compile_towers(model, section(force=False), alone(), False)
+    assert not compile_towers(model, section(enabled=False), alone(), False)
+    assert model.image_model.block_runner.compiled_forward is None
+
+
+@pytest.mark.parametrize("failure", ["compiler", "wrong kernel", "another rank"])
+def test_a_failure_leaves_the_blocks_as_they_are_after_one_warning(monkeypatch, caplog, failure: str) -> None:
+    def forward(block, *arguments):
+        if failure == "compiler":
+            raise RuntimeError("no working\nC compiler")
+        return block(*arguments) * (2 if failure == "wrong kernel" else 1)
+
+    monkeypatch.setattr(compilation, "compiled_forward", lambda *_: forward)
+    monkeypatch.setattr(logging.getLogger("rwkv_clip"), "propagate", True)
+    world = alone()
+    if failure == "another rank":
+        world.gather = lambda text: [text, "rank 1's reason"]
+    model = RWKVCLIP(CONFIG)
+    random_state = torch.get_rng_state()
+    assert not compile_towers(model, section(), world, False)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert model.image_model.block_runner.compiled_forward is None
+    (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    reason = {
+        "compiler": "RuntimeError: no working C compiler",
+        "wrong kernel": "image block: the gradient of input is off by",
+        "another rank": "rank 1's reason",
+    }[failure]
+    assert reason in record.getMessage() and "training goes on without" in record.getMessage()
+
+
+def test_a_locked_tower_is_compiled_too(monkeypatch) -> None:
+    model = RWKVCLIP(CONFIG)
+    model.image_model.requires_grad_(False)
+    monkeypatch.setattr(compilation, "compiled_forward", tracing)
+    assert compile_towers(model, section(), alone(), False)
+    batch = make_pairs(0)
+    model(batch.images[:4], batch.tokens[:4])[1].sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"enabled": 1}, "compile.enabled must be a bool, found 1"),
+        ({"backend": "inductor"}, "unknown key 'compile.backend'; known are enabled, force, recompute, options"),
+        ({"recompute": "all"}, "compile.recompute must be one of automatic, elementwise, wide, products, found 'all'"),
+    ],
+)
+def test_a_wrong_section_is_refused(values: dict, message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(f"x.json: {message}")):
+        check_section(values, "x.json")
+
+
+def test_an_unknown_option_of_the_compiler_ends_the_run() -> None:
+    with pytest.raises(UserError, match="refuses its options"):
+        compile_towers(RWKVCLIP(CONFIG), section(options={"no_such": 1}), alone(), False)
