@@ -35,8 +35,9 @@ rwkv-clip pack "$out/$data/train.tsv" "$out/$data-packed"
 config=$(python launch/choose_config.py)
 ranks=1
 if ! python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+    cores=$(nproc)
+    while [ $((ranks * 2)) -le "$cores" ] && [ "$ranks" -lt 8 ]; do ranks=$((ranks * 2)); done
     export OMP_NUM_THREADS=1
-    while [ $((ranks * 2)) -le "$(nproc)" ] && [ "$ranks" -lt 8 ]; do ranks=$((ranks * 2)); done
 fi
 if [ -e "$run/weights.pt" ]; then
     echo "quickstart: $run is trained already"
