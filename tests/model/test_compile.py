@@ -131,3 +131,15 @@ def test_both_towers_compile_as_one_graph() -> None:
     for function, argument in ((model.encode_image, images), (model.encode_text, tokens)):
         compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
         torch.testing.assert_close(compiled(argument), function(argument))
+
+
+@pytest.mark.parametrize(("version", "off"), [("2.11.0+cu130", True), ("2.13.0", False), ("3.0.1", False)])
+def test_the_reductions_that_lose_shapes_in_old_versions_are_off_there(
+    monkeypatch: pytest.MonkeyPatch, version: str, off: bool
+) -> None:
+    given = []
+    monkeypatch.setattr(torch, "__version__", version)
+    monkeypatch.setattr(torch, "compile", lambda function, **how: given.append(how["options"]))
+    compiled_forward(options={"epilogue_fusion": True})
+    expected = {"triton.mix_order_reduction": False} if off else {}
+    assert given == [{**expected, "epilogue_fusion": True}]
