@@ -156,8 +156,18 @@ def meet(place: Place, device: torch.device, timeout: int, job: str) -> World:
     """
     if place.world_size == 1:
         return World(place, device, None, [socket.gethostname()])
-    started = time.monotonic()
     store = _connect(place, timeout, job)
+    try:
+        return World(place, device, store, _wait_for_all(place, store, timeout))
+    except dist.DistNetworkError:  # the store lives in rank 0's process
+        raise UserError(
+            f"rank 0 at {place.master_address}:{place.master_port} left before all processes had met: look for its error"
+        ) from None
+
+
+def _wait_for_all(place: Place, store: dist.Store, timeout: int) -> list[str]:
+    """Host names by rank, once every process has said that it is there."""
+    started = time.monotonic()
     me = json.dumps([socket.gethostname(), os.getpid(), place.world_size])
     if store.add(f"seen/{place.rank}", 1) > 1:
         raise UserError(f"two processes have RANK {place.rank}: start one process for each rank")
@@ -187,7 +197,7 @@ def meet(place: Place, device: torch.device, timeout: int, job: str) -> World:
                 "all of them with one command"
             )
         hosts.append(host)
-    return World(place, device, store, hosts)
+    return hosts
 
 
 def connect_again(place: Place, job: str) -> dist.Store:
