@@ -161,7 +161,8 @@ def meet(place: Place, device: torch.device, timeout: int, job: str) -> World:
         return World(place, device, store, _wait_for_all(place, store, timeout))
     except dist.DistNetworkError:  # the store lives in rank 0's process
         raise UserError(
-            f"rank 0 at {place.master_address}:{place.master_port} left before all processes had met: look for its error"
+            f"rank 0 at {place.master_address}:{place.master_port} left before all processes had met: look for its "
+            "error"
         ) from None
 
 
