@@ -21,36 +21,38 @@ from .compilation import check_section as check_compile_section
 
 AUTO = "auto"
 
-# Top-level keys that act here.
-KNOWN_KEYS = {
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
+# Top-level keys that act here, those that hold a section first.
+_SECTIONS = {
     "optimizer",
     "scheduler",
     "bf16",
     "fp16",
     "torch_autocast",
     "data_types",
-    "gradient_clipping",
     "zero_optimization",
+    "activation_checkpointing",
+    "compile",
+    "checkpoint",
+    "tensorboard",
+    "wandb",
+    "csv_monitor",
+    "comet",
+    "flops_profiler",
+    "comms_logger",
+}
+KNOWN_KEYS = _SECTIONS | {
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
     "zero_allow_untested_optimizer",
     "zero_force_ds_cpu_optimizer",
     "communication_data_type",
     "prescale_gradients",
     "gradient_predivide_factor",
-    "activation_checkpointing",
-    "compile",
-    "checkpoint",
     "aio",
-    "tensorboard",
-    "wandb",
-    "csv_monitor",
-    "comet",
     "wall_clock_breakdown",
     "memory_breakdown",
-    "flops_profiler",
-    "comms_logger",
     "timers",
     "steps_per_print",
     "log_level",
@@ -160,24 +162,6 @@ def check_keys(values: dict[str, Any], source: str) -> None:
             raise UserError(f"{source}: 'activation_checkpointing.{key}' needs tensor parallelism; set it to false")
 
 
-_SECTIONS = {
-    "optimizer",
-    "scheduler",
-    "bf16",
-    "fp16",
-    "torch_autocast",
-    "data_types",
-    "zero_optimization",
-    "activation_checkpointing",
-    "compile",
-    "checkpoint",
-    "tensorboard",
-    "wandb",
-    "csv_monitor",
-    "comet",
-    "flops_profiler",
-    "comms_logger",
-}
 _SWITCHES = {
     "zero_allow_untested_optimizer",
     "zero_force_ds_cpu_optimizer",
