@@ -6,18 +6,11 @@ import json
 import sys
 
 import pytest
-import torch
+from evaluation_folder import COLOURS, make_model, write_table
 
 from rwkv_clip.model.clip import RWKVCLIP
-from rwkv_clip.model.config import ImageConfig, ModelConfig, TextConfig
 from rwkv_clip.ops.implementation import Implementation
 from rwkv_clip.ops.wkv6_torch import wkv6_torch_backward, wkv6_torch_forward
-
-TINY = ModelConfig(
-    "tiny",
-    ImageConfig(image_size=16, patch_size=8, width=16, depth=2, num_heads=2, hidden_rate=2),
-    TextConfig(context_length=16, vocab_size=49408, width=16, depth=1, num_heads=2, ffn_width=32),
-)
 
 
 @pytest.fixture(autouse=True)
@@ -28,17 +21,9 @@ def plain_operator(monkeypatch):
     monkeypatch.setattr("rwkv_clip.ops.prepare", lambda device_type: "torch")
 
 
-def make_model() -> RWKVCLIP:
-    torch.manual_seed(0)
-    return RWKVCLIP(TINY).eval()
-
-
 @pytest.fixture(scope="session")
 def model() -> RWKVCLIP:
     return make_model()
-
-
-COLOURS = {"red": (220, 30, 30), "green": (30, 200, 40), "blue": (30, 50, 220), "yellow": (230, 220, 40)}
 
 
 @pytest.fixture
@@ -56,7 +41,3 @@ def folder(tmp_path):
     rows = [f"images/{name}.png\ta {name} wall\twall, {name}" for name in COLOURS]
     write_table(tmp_path / "retrieval_walls.tsv", "image\tcaption\tcaption2", rows)
     return tmp_path
-
-
-def write_table(path, header: str, rows: list[str]) -> None:
-    path.write_text("\n".join([header, *rows]) + "\n", encoding="utf-8")

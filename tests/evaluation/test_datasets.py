@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import write_table
+from evaluation_folder import write_table
 
 from rwkv_clip.errors import UserError
 from rwkv_clip.evaluation.datasets import DEFAULT_TEMPLATES, choose, find_sets, read_retrieval, read_zero_shot

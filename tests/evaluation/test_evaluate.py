@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import COLOURS, TINY, make_model, write_table
+from evaluation_folder import COLOURS, TINY, make_model, write_table
 from PIL import Image
 
 from rwkv_clip import cli
