@@ -188,6 +188,11 @@ def build_parser() -> Parser:
         help="with gradient accumulation: negatives from the whole batch, or from each micro batch",
     )
     add("--loss-chunk", type=COUNT_OR_ZERO, default=0, help="rows of logits held at once; 0: all")
+    add(
+        "--ema-decay",
+        type=_number(float, 0.5, 0.999999),
+        help="keep averaged weights, of which each step leaves this share (0.9999); evaluations use them",
+    )
     add("--max-skipped", type=COUNT, default=50, help="stop after so many steps in a row with NaN or Inf gradients")
 
     add = parser.add_argument_group("data").add_argument

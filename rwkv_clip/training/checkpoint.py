@@ -5,6 +5,7 @@
         state.json                        what the run was and where it stood; names and sizes of all other files
         rank_00000.pt                     each rank's random state
         frozen.pt                         fp32 weights of a locked tower, if there is one
+        ema_00000.pt                      each rank's part of the averaged weights, if there are any (see ema.py)
 
 A save is written under `step_00001000.tmp` and renamed when every rank has finished, so a folder with its final name is
 whole unless somebody damaged it later; `find` tells by the sizes in state.json.
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from ..errors import UserError
 from .distributed import World
+from .ema import WeightAverage
 from .log import logger
 from .run_folder import write_text
 from .step import RandomState
@@ -147,7 +149,14 @@ class Checkpoints:
                 path.rename(aside)
                 logger.warning("%s is newer than where the run goes on from: renamed %s", path, aside.name)
 
-    def save(self, engine: Any, position: Position, state: dict[str, Any], frozen: dict[str, Tensor]) -> Path:
+    def save(
+        self,
+        engine: Any,
+        position: Position,
+        state: dict[str, Any],
+        frozen: dict[str, Tensor],
+        average: WeightAverage | None = None,
+    ) -> Path:
         """Write a checkpoint; every rank calls it after the same step.
 
         state: JSON-able description kept with it. frozen: fp32 weights that no optimizer holds. Raises `UserError`
@@ -162,6 +171,8 @@ class Checkpoints:
         try:
             engine.save_checkpoint(str(self._folder), tag=temporary.name, save_latest=False)
             torch.save(_random_state(world), temporary / _random_name(world))
+            if average is not None:
+                average.save(temporary)
             if world.is_first and frozen:
                 torch.save(frozen, temporary / FROZEN)
         except (OSError, RuntimeError) as error:
@@ -212,8 +223,12 @@ class Checkpoints:
                 path.rename(doomed)
                 shutil.rmtree(doomed, ignore_errors=True)
 
-    def load(self, engine: Any, folder: Path, state: dict[str, Any]) -> dict[str, Tensor]:
-        """Bring the engine and this rank's random state to a checkpoint; returns the frozen weights kept with it.
+    def load(
+        self, engine: Any, folder: Path, state: dict[str, Any], average: WeightAverage | None = None
+    ) -> dict[str, Tensor]:
+        """Bring the engine, the averaged weights and this rank's random state to a checkpoint.
+
+        Returns the frozen weights kept with it.
 
         With another number of ranks the optimizer's state is divided anew (DeepSpeed's universal checkpoint), moments
         included; random states start from each rank's own again.
@@ -229,6 +244,8 @@ class Checkpoints:
         if state["world_size"] == self._world.world_size:
             own = torch.load(folder / _random_name(self._world), map_location="cpu", weights_only=True)
             RandomState(device=self._world.device, **own).restore()
+        if average is not None:
+            average.load(folder)
         self.saved_step = state["position"]["step"]
         path = folder / FROZEN
         return torch.load(path, map_location="cpu", weights_only=True) if path.is_file() else {}

@@ -19,6 +19,7 @@ from ..version import __version__
 from .checkpoint import Checkpoints
 from .config import checkpoints_activations, precision_name
 from .distributed import World
+from .ema import WeightAverage
 from .engine import build_engine, frozen_weights, lock_towers, restore_frozen
 from .log import log_to_file, logger, phase
 from .loop import Loop, Parts
@@ -111,9 +112,10 @@ def _assemble(plan: Plan, world: World, stop: StopRequest, engine: Any, checkpoi
     rank, world_size = dist.get_rank(engine.data_parallel_group), engine.dp_world_size
     loader = plan.loader(rank, world_size, world.device)
     val_loader = plan.val_loader(rank, world_size, world.device)
+    average = None if args.ema_decay is None else WeightAverage(engine, args.ema_decay)
     if plan.resume_from is not None:
         with phase("loading the checkpoint"):
-            kept = checkpoints.load(engine, plan.resume_from, state)
+            kept = checkpoints.load(engine, plan.resume_from, state, average)
             frozen.update(kept)
             restore_frozen(engine.module, kept)
             sync_precise(engine)
@@ -136,6 +138,7 @@ def _assemble(plan: Plan, world: World, stop: StopRequest, engine: Any, checkpoi
         checkpoints=checkpoints,
         describe=lambda: plan.description() | {"loaders": _loader_states(world, loader)},
         frozen=frozen,
+        average=average,
         evaluator=Evaluator(world, val_loader, _scorer(plan, world), stop),
         metrics=metrics,
         interval=Interval(world.device, plan.sizes.all_ranks, world.world_size, plan.data.caption_names),
@@ -195,10 +198,13 @@ def _finish(
 ) -> None:
     step = loop.position.step
     if completed:
-        weights = gather_weights(engine, frozen)
+        final = {plan.run.weights: gather_weights(engine, frozen)}
+        if loop.average is not None:
+            final[plan.run.weights_ema] = gather_weights(engine, frozen, loop.average)
         if world.is_first:
-            save(plan.run.weights, published_state_dict(weights))
-            logger.info("the run is complete after %d steps: weights in %s", step, plan.run.weights)
+            for path, weights in final.items():
+                save(path, published_state_dict(weights))
+            logger.info("the run is complete after %d steps: weights in %s", step, " and ".join(map(str, final)))
     else:
         reason = stop.reason or "a signal to another process"  # it may be heard of after the stop is agreed
         logger.info("stopped by %s after step %d, saved; go on with --resume auto", reason, step)

@@ -7,6 +7,7 @@ number of optimizer steps, so that a resumed run does the same things at the sam
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from torch import Tensor
 from ..data.loader import Batch, Loader
 from .checkpoint import Checkpoints, Position
 from .distributed import CommonError, World
+from .ema import WeightAverage
 from .log import duration, logger
 from .metrics import Interval, MetricWriter
 from .profile import StepProfiler
@@ -46,6 +48,8 @@ class Parts:
     """What is written into a checkpoint beside the position; all ranks call it."""
     frozen: dict[str, Tensor]
     """fp32 weights of a locked tower, by name."""
+    average: WeightAverage | None
+    """The averaged weights; evaluations use them where there are any."""
     evaluator: Evaluator
     metrics: MetricWriter | None
     """On rank 0."""
@@ -88,6 +92,10 @@ class Loop:
         self._save()
         return True
 
+    @property
+    def average(self) -> WeightAverage | None:
+        return self._parts.average
+
     def close(self) -> None:
         """End the loader's threads and close the metrics' and the profile's files."""
         self._parts.profiler.close()
@@ -112,6 +120,8 @@ class Loop:
         parts.interval.add(self.position.step, result, parts.engine.get_global_grad_norm(), rates, wait, captions)
         if not result.applied:
             self._skip(epoch, micro_batches)
+        elif parts.average is not None:
+            parts.average.update()
 
     def _skip(self, epoch: int, micro_batches: list[Batch]) -> None:
         """DeepSpeed left a step out, as a gradient was not finite; the schedule goes on all the same."""
@@ -192,7 +202,7 @@ class Loop:
         self._log()
         started = time.perf_counter()
         state = parts.describe() | {"evaluation_due": self._evaluation_due}
-        path = parts.checkpoints.save(parts.engine, self.position, state, parts.frozen)
+        path = parts.checkpoints.save(parts.engine, self.position, state, parts.frozen, parts.average)
         seconds = time.perf_counter() - started
         parts.interval.pause(seconds)
         self._last_save = time.monotonic()
@@ -202,7 +212,8 @@ class Loop:
         """False when a stop request cut it short; a resume does it again."""
         parts = self._parts
         started = time.perf_counter()
-        values = parts.evaluator.run(parts.engine.module)
+        with parts.average.in_the_model() if parts.average is not None else contextlib.nullcontext():
+            values = parts.evaluator.run(parts.engine.module)
         seconds = time.perf_counter() - started
         parts.interval.pause(seconds)
         if values is None:

@@ -50,6 +50,7 @@ FIXED_FLAGS = (
     "seed",
     "negatives",
     "accumulation",
+    "ema_decay",
     "shuffle_window",
     "caption_weights",
     "max_steps_per_epoch",

@@ -3,7 +3,7 @@
 args.json  model.json  ds_config.json  training.log  metrics.jsonl  tensorboard/
 checkpoints/step_00001000/  checkpoints/latest
 run.lock, which the job that writes here holds locked
-weights.pt, when the run has ended
+weights.pt, when the run has ended, and weights_ema.pt with its averaged weights
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ..errors import UserError
+from ..model.averaged import FINAL_WEIGHTS as FINAL_AVERAGED
 
 LOCK = "run.lock"
 
@@ -34,6 +35,7 @@ class RunFolder:
         self.tensorboard = self.path / "tensorboard"
         self.checkpoints = self.path / "checkpoints"
         self.weights = self.path / "weights.pt"
+        self.weights_ema = self.path / FINAL_AVERAGED
         self._lock: IO[str] | None = None
 
     @property
