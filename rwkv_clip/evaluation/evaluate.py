@@ -134,6 +134,7 @@ def _prefixed(prefix: str, scores: dict[str, float]) -> dict[str, float]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("weights", metavar="MODEL", type=Path, help="run folder, checkpoint folder or weights file")
     parser.add_argument("--model", help="for a weights file: the model's name or JSON file")
+    parser.add_argument("--ema", action="store_true", help="the averaged weights of a run with --ema-decay")
     parser.add_argument("--data", type=Path, required=True, help="prepared folder with zs_*.json and retrieval_*.tsv")
     parser.add_argument("--set", dest="names", action="append", default=[], help="only this set; may be repeated")
     parser.add_argument("--limit", type=int, default=0, help="at most so many pictures a set, always the same ones")
@@ -152,7 +153,7 @@ def run(args: argparse.Namespace) -> int:
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, found {value}")
     find_sets(args.data, args.names)  # before the model is built
-    model = load_model(args.weights, args.model, choose_device(args.device), DTYPES[args.dtype])
+    model = load_model(args.weights, args.model, choose_device(args.device), DTYPES[args.dtype], args.ema)
     result = evaluate(
         model,
         args.data,
@@ -174,10 +175,13 @@ def run(args: argparse.Namespace) -> int:
     return 2 if result.problems else 0
 
 
-def load_model(weights: Path, name: str | None, device: torch.device, dtype: torch.dtype) -> RWKVCLIP:
+def load_model(
+    weights: Path, name: str | None, device: torch.device, dtype: torch.dtype, ema: bool = False
+) -> RWKVCLIP:
     """The model of a run, a checkpoint or a weights file, in eval mode.
 
     name: a model's name or JSON file; needed for a file on its own, and otherwise taken from the run's model.json.
+    ema: of a run or a checkpoint, the averaged weights.
     """
     from .. import create_model
     from ..model.export import find_model_json
@@ -188,7 +192,7 @@ def load_model(weights: Path, name: str | None, device: torch.device, dtype: tor
         if not weights.exists():
             raise UserError(f"{weights} does not exist: give a run folder, a checkpoint folder or a weights file")
         raise UserError(f"{weights} does not say which model it is: add --model NAME or --model CONFIG.json")
-    model = create_model(description, device=device, dtype=dtype, checkpoint=weights)
+    model = create_model(description, device=device, dtype=dtype, checkpoint=weights, ema=ema)
     prepare(device.type)
     return model
 

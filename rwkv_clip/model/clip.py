@@ -91,6 +91,7 @@ def create_model(
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
     checkpoint: str | Path | None = None,
+    ema: bool = False,
 ) -> RWKVCLIP:
     """Build a model.
 
@@ -99,6 +100,7 @@ def create_model(
         device: where the weights go.
         dtype: of the weights; features are float32 in any case.
         checkpoint: weights to load: a published or exported file, a run folder or a checkpoint folder.
+        ema: of a folder, load the averaged weights (training's `--ema-decay`).
 
     Returns:
         With `checkpoint`, a model in eval mode, ready to encode; without, fresh weights in train mode.
@@ -115,6 +117,6 @@ def create_model(
         with torch.device("meta"):  # drawing weights that are replaced at once takes seconds
             model = RWKVCLIP(config)
         model.to_empty(device="cpu")
-        load_into(model, checkpoint)
+        load_into(model, checkpoint, ema)
         model.eval()
     return model.to(device=device, dtype=dtype)

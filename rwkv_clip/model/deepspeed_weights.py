@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
+from . import averaged
 
 CHECKPOINTS = "checkpoints"
 FINAL_WEIGHTS = "weights.pt"
@@ -26,8 +27,8 @@ MODEL_STATES = "mp_rank_00_model_states.pt"
 _STEP = re.compile(r"step_\d+$")
 
 
-def read_folder(folder: Path) -> dict[str, Tensor]:
-    """The newest weights of a run folder, its `checkpoints` folder, or one checkpoint.
+def read_folder(folder: Path, ema: bool = False) -> dict[str, Tensor]:
+    """The newest weights of a run folder, its `checkpoints` folder, or one checkpoint; `ema`: the averaged ones.
 
     Trained parameters come from the optimizer's float32 masters, frozen ones from the float32 copy kept with them.
     Where DeepSpeed keeps no masters by name (ZeRO stage 0 in bf16 or fp16) the model's rounded copies are taken, and
@@ -36,13 +37,13 @@ def read_folder(folder: Path) -> dict[str, Tensor]:
     Raises:
         UserError: no weights there, or an incomplete checkpoint.
     """
-    final, checkpoint = folder / FINAL_WEIGHTS, find_checkpoint(folder)
+    final, checkpoint = folder / (averaged.FINAL_WEIGHTS if ema else FINAL_WEIGHTS), find_checkpoint(folder)
     if final.is_file() and (checkpoint is None or final.stat().st_mtime >= checkpoint.stat().st_mtime):
         return torch.load(final, map_location="cpu", weights_only=True)
     if checkpoint is None:
         raise UserError(f"{folder}: no checkpoint in this folder; give a run folder, a checkpoint folder or a file")
     try:
-        return read_checkpoint(checkpoint)
+        return _read_averaged(checkpoint) if ema else read_checkpoint(checkpoint)
     except ImportError as error:
         raise UserError(f"{checkpoint}: reading a checkpoint needs DeepSpeed ({error}); install it") from None
     except (OSError, ValueError, KeyError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
@@ -75,9 +76,19 @@ def read_checkpoint(checkpoint: Path) -> dict[str, Tensor]:
         state.update(_bf16_optimizer_masters(model["param_shapes"], shards))
     elif any(value.dtype != torch.float32 for value in state.values()):
         print(f"{checkpoint}: no float32 masters by name in it; its weights are rounded", file=sys.stderr)
-    if (checkpoint / FROZEN).is_file():
-        state.update(torch.load(checkpoint / FROZEN, map_location="cpu", weights_only=True))
-    return state
+    return state | _read_frozen(checkpoint)
+
+
+def _read_averaged(checkpoint: Path) -> dict[str, Tensor]:
+    weights = averaged.read_averaged(checkpoint)
+    if not weights:
+        raise UserError(f"{checkpoint} holds no averaged weights: it was trained without --ema-decay; leave out --ema")
+    return weights | _read_frozen(checkpoint)
+
+
+def _read_frozen(checkpoint: Path) -> dict[str, Tensor]:
+    path = checkpoint / FROZEN
+    return torch.load(path, map_location="cpu", weights_only=True) if path.is_file() else {}
 
 
 def _bf16_optimizer_masters(groups: list[dict[str, torch.Size]], shards: list[Path]) -> dict[str, Tensor]:

@@ -15,11 +15,12 @@ from .published import check_fit, published_state_dict, read_state_dict, save
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", type=Path, help="run folder (its newest checkpoint), checkpoint folder, weights file")
     parser.add_argument("out", type=Path, help="file to write: .pt, .pth or .safetensors")
+    parser.add_argument("--ema", action="store_true", help="the averaged weights of a run with --ema-decay")
 
 
 def run(args: argparse.Namespace) -> int:
     """Write `args.source`'s weights to `args.out`: published names, float32, `logit_scale` of shape ()."""
-    state = published_state_dict(read_state_dict(args.source))
+    state = published_state_dict(read_state_dict(args.source, args.ema))
     description = find_model_json(args.source)
     if description is not None:
         with torch.device("meta"):

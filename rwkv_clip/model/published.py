@@ -23,12 +23,13 @@ LOGIT_SCALE = "logit_scale"
 SUFFIXES = (".pt", ".pth", ".safetensors")
 
 
-def read_state_dict(path: str | Path) -> dict[str, Tensor]:
+def read_state_dict(path: str | Path, ema: bool = False) -> dict[str, Tensor]:
     """Weights by published name, on the CPU, in the dtypes that are stored.
 
     Args:
         path: a `.pt`/`.pth` file (read with `weights_only=True`), a `.safetensors` file, a run folder (its newest
             checkpoint) or a checkpoint folder (its float32 masters).
+        ema: of a folder, the averaged weights (training's `--ema-decay`) instead.
 
     Raises:
         UserError: nothing there, or nothing that holds weights.
@@ -37,7 +38,9 @@ def read_state_dict(path: str | Path) -> dict[str, Tensor]:
     if path.is_dir():
         from .deepspeed_weights import read_folder
 
-        state = read_folder(path)
+        state = read_folder(path, ema)
+    elif ema and path.exists():
+        raise UserError(f"{path} is a file, which holds one set of weights: give a run folder, or leave out --ema")
     elif not path.is_file():
         raise UserError(f"weights {path} do not exist; give a weights file, a run folder or a checkpoint folder")
     elif path.suffix == ".safetensors":
@@ -80,13 +83,13 @@ def strip_prefixes(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return stripped
 
 
-def load_into(model: nn.Module, path: str | Path) -> None:
+def load_into(model: nn.Module, path: str | Path, ema: bool = False) -> None:
     """Load weights from `path` (see `read_state_dict`) into an `RWKVCLIP`, on whatever device and dtype it is.
 
     Raises:
         UserError: names or shapes that do not fit the model.
     """
-    state = read_state_dict(path)
+    state = read_state_dict(path, ema)
     check_fit(model, state, str(path))
     model.load_state_dict(state, strict=True)
 

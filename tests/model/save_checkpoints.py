@@ -14,6 +14,7 @@ import torch
 
 import rwkv_clip
 from rwkv_clip.model.published import read_state_dict
+from rwkv_clip.training.ema import WeightAverage
 from rwkv_clip.training.masters import set_masters
 
 ENGINES = {
@@ -39,6 +40,8 @@ def main(config: str, weights: str, out: Path) -> None:
         )[0]
         set_masters(engine, exact)
         engine.save_checkpoint(str(out / name / "checkpoints"), tag="step_00000001")
+        if name == "locked":
+            WeightAverage(engine, decay=0.99).save(out / name / "checkpoints" / "step_00000001")
         if name == "locked" and engine.global_rank == 0:
             frozen = {key: exact[key] for key, p in model.named_parameters() if not p.requires_grad}
             torch.save(frozen, out / name / "checkpoints" / "step_00000001" / "frozen.pt")

@@ -11,6 +11,7 @@ import pytest
 import torch
 from save_checkpoints import ENGINES
 
+from rwkv_clip import create_model
 from rwkv_clip.cli import main
 from rwkv_clip.model.published import read_state_dict
 
@@ -44,6 +45,21 @@ def test_an_untouched_bf16_engine_exports_the_loaded_weights_bit_equal(
     for name, value in original.items():
         assert exported[name].dtype == torch.float32 and exported[name].shape == value.shape, name
         assert torch.equal(exported[name], value.float()), name
+
+
+def test_averaged_weights_are_exported_and_loaded_or_missed(
+    runs: Path, fixtures: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    out = tmp_path / "averaged.pt"
+    assert main(["export", str(runs / "locked"), str(out), "--ema"]) == 0
+    original, exported = read_state_dict(fixtures / "ckpt" / "tiny_ref.pt"), read_state_dict(out)
+    assert exported.keys() == original.keys()
+    assert all(torch.equal(exported[name], value.float()) for name, value in original.items())  # no step was taken
+    model = create_model(fixtures / "ckpt" / "tiny_config.json", checkpoint=runs / "locked", ema=True)
+    assert torch.equal(model.logit_scale.view(()), exported["logit_scale"])
+    for source, reason in ((runs / "zero1", "without --ema-decay"), (out, "is a file")):
+        assert main(["export", str(source), str(tmp_path / "none.pt"), "--ema"]) == 2
+        assert reason in capsys.readouterr().err
 
 
 def test_a_checkpoint_folder_may_be_named_itself(runs: Path) -> None:
