@@ -32,9 +32,9 @@ class LossOutput:
     text_to_image_accuracy: Tensor
     """[] share of captions of the global batch, 0 to 1, whose own image scores highest."""
     image_to_text_losses: Tensor
-    """[B] cross-entropy of each local image among the captions, without gradient."""
+    """[B] each local image's loss against the captions of the global batch, without gradient."""
     text_to_image_losses: Tensor
-    """[B] cross-entropy of each local caption among the images, without gradient."""
+    """[B] each local caption's loss against the images of the global batch, without gradient."""
 
 
 class ClipLoss(nn.Module):
@@ -52,10 +52,7 @@ class ClipLoss(nn.Module):
 
     def __init__(self, group: dist.ProcessGroup | None = None, mode: str = "global", chunk: int = 0) -> None:
         super().__init__()
-        if mode not in ("global", "local"):
-            raise UserError(f"unknown loss mode '{mode}': choose 'global' or 'local'")
-        if chunk < 0:
-            raise UserError(f"the loss's chunk must be 0 (all rows at once) or a number of rows, found {chunk}")
+        check_settings(mode, chunk)
         self.group = group
         self.mode = mode
         self.chunk = chunk
@@ -66,13 +63,7 @@ class ClipLoss(nn.Module):
         image_features, text_features: [B, D], normalised, the same B on every rank. logit_scale: [] or [1], the factor
         itself (exp of the parameter). All are used in float32.
         """
-        if image_features.shape != text_features.shape or image_features.dim() != 2:
-            raise ValueError(
-                "image and text features must be [B, D] and of equal shape, "
-                f"found {tuple(image_features.shape)} and {tuple(text_features.shape)}"
-            )
-        if logit_scale.numel() != 1:
-            raise ValueError(f"logit_scale must hold one number, found shape {tuple(logit_scale.shape)}")
+        check_features(image_features, text_features, logit_scale)
         loss, rows, means = _SymmetricCrossEntropy.apply(
             image_features.float(),
             text_features.float(),
@@ -126,7 +117,27 @@ class _SymmetricCrossEntropy(torch.autograd.Function):
         return grad_image * (factor * scale), grad_text * (factor * scale), grad_scale * factor, None, None, None
 
 
-def _slices(rows: int, chunk: int) -> Iterator[slice]:
+def check_settings(mode: str, chunk: int) -> None:
+    """`UserError` for a mode or a chunk that no loss has."""
+    if mode not in ("global", "local"):
+        raise UserError(f"unknown loss mode '{mode}': choose 'global' or 'local'")
+    if chunk < 0:
+        raise UserError(f"the loss's chunk must be 0 (all rows at once) or a number of rows, found {chunk}")
+
+
+def check_features(image_features: Tensor, text_features: Tensor, logit_scale: Tensor) -> None:
+    """`ValueError` for shapes that no loss takes."""
+    if image_features.shape != text_features.shape or image_features.dim() != 2:
+        raise ValueError(
+            "image and text features must be [B, D] and of equal shape, "
+            f"found {tuple(image_features.shape)} and {tuple(text_features.shape)}"
+        )
+    if logit_scale.numel() != 1:
+        raise ValueError(f"logit_scale must hold one number, found shape {tuple(logit_scale.shape)}")
+
+
+def slices(rows: int, chunk: int) -> Iterator[slice]:
+    """Ranges of `chunk` rows, the last one perhaps shorter; one of all rows if `chunk` is 0."""
     step = chunk or max(rows, 1)
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
@@ -134,7 +145,7 @@ def _slices(rows: int, chunk: int) -> Iterator[slice]:
 def _rows(rows: Tensor, columns: Tensor, scale: Tensor, first_label: int, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
     """Cross-entropy, log normaliser and whether the label scores highest (0 or 1), each [B], of rows [B, D]."""
     losses, normalisers, hits = [], [], []
-    for part in _slices(len(rows), chunk):
+    for part in slices(len(rows), chunk):
         logits = (rows[part] * scale) @ columns.T
         labels = torch.arange(part.start, part.stop, device=rows.device) + first_label
         own = logits.gather(1, labels[:, None])
@@ -163,7 +174,7 @@ def _rows_backward(
     """
     grad_rows = torch.empty_like(rows)
     grad_scale = torch.zeros_like(scale) if with_scale else None
-    for part in _slices(len(rows), chunk):
+    for part in slices(len(rows), chunk):
         similarity = rows[part] @ columns.T
         logits = similarity * scale
         labels = torch.arange(part.start, part.stop, device=rows.device) + first_label
