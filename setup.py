@@ -121,7 +121,9 @@ setup(
         "eval": ["pyarrow>=14"],
         # `rwkv-clip prepare pictograms` draws SVG files.
         "prepare": ["resvg-py>=0.2"],
-        "dev": ["pytest>=8", "hypothesis>=6", "ruff>=0.6"],
+        # `rwkv-clip prepare yfcc15m` fetches parquet files from the Hugging Face hub.
+        "hub": ["huggingface_hub>=0.26", "pyarrow>=14"],
+        "dev": ["pytest>=8", "hypothesis>=6", "ruff>=0.6", "huggingface_hub>=0.26"],
     },
     **ahead_of_time(),
 )
