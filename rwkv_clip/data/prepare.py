@@ -1,4 +1,4 @@
-"""`rwkv-clip prepare NAME OUT`: build a ready data set, in the layout that `prepared` describes."""
+"""`rwkv-clip prepare NAME OUT`: build a ready data set, in the layout that `prepared` describes, or fetch YFCC15M."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from ..errors import UserError
-from . import prepared
+from . import prepared, yfcc15m
 
 # Each module offers DEFAULT_SIZE, recipe(size) -> dict and make(folder, size) -> statistics.
 DATA_SETS = {
@@ -23,9 +23,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         subparser = names.add_parser(name, help=summary, description=summary)
         subparser.add_argument("out", type=Path, metavar="OUT", help="folder to make")
         subparser.add_argument("--size", type=int, help="longer side of the pictures in pixels")
+        subparser.set_defaults(prepare=_build)
+    subparser = names.add_parser("yfcc15m", help=yfcc15m.SUMMARY, description=yfcc15m.SUMMARY)
+    yfcc15m.add_arguments(subparser)
+    subparser.set_defaults(prepare=yfcc15m.run)
 
 
 def run(args: argparse.Namespace) -> int:
+    return args.prepare(args)
+
+
+def _build(args: argparse.Namespace) -> int:
     module = importlib.import_module(DATA_SETS[args.name][0])
     size = module.DEFAULT_SIZE if args.size is None else args.size
     if not 16 <= size <= 1024:

@@ -18,7 +18,7 @@ from ...errors import UserError
 
 MAX_CAPTIONS = 8
 # Names under which tables call their picture, in the order of preference.
-IMAGE_NAMES = ("image", "image_path", "filepath", "file_path", "file", "filename", "file_name", "path", "img")
+IMAGE_NAMES = ("image", "image_path", "filepath", "file_path", "file", "filename", "file_name", "path", "img", "images")
 PUBLISHED_NAMES = ("raw", "synthetic", "generated")
 CAPTION_PREFIXES = ("caption", "text", "txt", "title", "description", "alt")
 
