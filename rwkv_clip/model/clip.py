@@ -15,6 +15,7 @@ from .config import ModelConfig, load_config
 from .image_tower import ImageTower
 from .init import initialize_text_
 from .precise import PreciseModule, precise_parameters, precise_value
+from .published import SCALARS, load_into
 from .text_tower import TextTower
 
 
@@ -22,7 +23,8 @@ class RWKVCLIP(PreciseModule):
     """The model; its methods have open_clip's shapes.
 
     The state dict has the published keys. `logit_scale` has shape (1,) here, as DeepSpeed cannot start with a parameter
-    of dimension 0, and () in published files; either form loads.
+    of dimension 0, and () in published files; either form loads. `logit_bias` is None, except where a sigmoid loss
+    learns it (`add_logit_bias`); features and their ranking do not depend on it.
 
     Args:
         config: a `ModelConfig`. Fresh weights are drawn from PyTorch's global generator.
@@ -32,6 +34,7 @@ class RWKVCLIP(PreciseModule):
         super().__init__()
         self.config = config
         self.register_precise("logit_scale", torch.full((1,), math.log(1 / 0.07)))
+        self.register_parameter("logit_bias", None)
         self.text_model = TextTower(config.text)
         self.image_model = ImageTower(config.image)
         if config.initialize_text:
@@ -63,12 +66,28 @@ class RWKVCLIP(PreciseModule):
         features = self.text_model(tokens)
         return F.normalize(features, dim=-1) if normalize else features
 
-    def forward(self, images: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Image features [B, C] and text features [B, C] of length 1, and exp(logit_scale) of shape (); all float32."""
+    def add_logit_bias(self) -> None:
+        """Add the learned bias of a sigmoid loss, and start it and the temperature at that loss's values.
+
+        Source: Zhai et al., "Sigmoid Loss for Language Image Pre-Training" (2023): scale 10, bias -10.
+        """
+        device = self.logit_scale.device
+        self.register_precise("logit_bias", torch.full((1,), -10.0, device=device))
+        with torch.no_grad():
+            self.logit_scale.fill_(math.log(10))
+            self.logit_scale_fp32.fill_(math.log(10))
+
+    def forward(self, images: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
+        """Image features [B, C] and text features [B, C] of length 1, and exp(logit_scale) of shape (); all float32.
+
+        A model with a `logit_bias` gives that as well, of shape ().
+        """
         image_features = self.encode_image(images, normalize=True)
         text_features = self.encode_text(tokens, normalize=True)
-        scale = precise_value(self.logit_scale, self.logit_scale_fp32).exp()
-        return image_features, text_features, scale.squeeze(0)
+        scale = precise_value(self.logit_scale, self.logit_scale_fp32).exp().squeeze(0)
+        if self.logit_bias is None:
+            return image_features, text_features, scale
+        return image_features, text_features, scale, precise_value(self.logit_bias, self.logit_bias_fp32).squeeze(0)
 
     def set_activation_checkpointing(self, function: CheckpointFunction | None) -> None:
         """Run every block through `function(block, *args)`, or plainly if None (see blocks.py)."""
@@ -80,9 +99,10 @@ class RWKVCLIP(PreciseModule):
         return precise_parameters(self)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        value = state_dict.get(prefix + "logit_scale")
-        if value is not None and value.ndim == 0:
-            state_dict[prefix + "logit_scale"] = value.reshape(1)
+        for name in SCALARS:
+            value = state_dict.get(prefix + name)
+            if value is not None and value.ndim == 0:
+                state_dict[prefix + name] = value.reshape(1)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
@@ -112,8 +132,6 @@ def create_model(
     if checkpoint is None:
         model = RWKVCLIP(config)
     else:
-        from .published import load_into
-
         with torch.device("meta"):  # drawing weights that are replaced at once takes seconds
             model = RWKVCLIP(config)
         model.to_empty(device="cpu")

@@ -9,7 +9,7 @@ import torch
 
 from .clip import RWKVCLIP
 from .config import load_config
-from .published import check_fit, published_state_dict, read_state_dict, save
+from .published import LOGIT_BIAS, check_fit, published_state_dict, read_state_dict, save
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,6 +29,8 @@ def run(args: argparse.Namespace) -> int:
     save(args.out, state)
     parameters = sum(value.numel() for value in state.values())
     print(f"wrote {args.out}: {len(state)} tensors, {parameters / 1e6:.1f} M parameters, float32")
+    if LOGIT_BIAS in state:
+        print(f"{LOGIT_BIAS} is the sigmoid loss's: take it out for code that knows the published names only")
     return 0
 
 

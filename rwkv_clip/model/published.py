@@ -1,7 +1,8 @@
 """Weights in the published format: reading them from any source, loading them into a model, writing them.
 
 A published file holds one dict: the published names, float32 (two text tensors per block in bfloat16), `logit_scale` of
-shape (). Files written by a wrapped model carry `module.` or `_orig_mod.` in their names; these are taken off.
+shape (). Files written by a wrapped model carry `module.` or `_orig_mod.` in their names; these are taken off. A model
+that was trained with the sigmoid loss has one name more, `logit_bias` of shape ().
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from torch import Tensor, nn
 from ..errors import UserError
 from .precise import precise_parameters
 
-LOGIT_SCALE = "logit_scale"
+LOGIT_BIAS = "logit_bias"
+SCALARS = ("logit_scale", LOGIT_BIAS)
+"""Parameters of shape () in files and (1,) in models."""
 SUFFIXES = (".pt", ".pth", ".safetensors")
 
 
@@ -91,15 +94,20 @@ def load_into(model: nn.Module, path: str | Path, ema: bool = False) -> None:
     """
     state = read_state_dict(path, ema)
     check_fit(model, state, str(path))
+    if LOGIT_BIAS in state and model.logit_bias is None:
+        model.add_logit_bias()
     model.load_state_dict(state, strict=True)
 
 
 def check_fit(model: nn.Module, state: Mapping[str, Tensor], source: str) -> None:
-    """`UserError` in one line when `state` is not the state dict of a model like `model` (which may be on meta)."""
+    """`UserError` in one line when `state` is not the state dict of a model like `model` (which may be on meta).
+
+    Either may have a `logit_bias` that the other lacks.
+    """
     wanted = model.state_dict()
     problems = []
-    missing = [name for name in wanted if name not in state]
-    unexpected = [name for name in state if name not in wanted]
+    missing = [name for name in wanted if name not in state and name != LOGIT_BIAS]
+    unexpected = [name for name in state if name not in wanted and name != LOGIT_BIAS]
     if missing:
         problems.append(f"{len(missing)} missing, first {missing[0]!r}")
     if unexpected:
@@ -116,8 +124,8 @@ def check_fit(model: nn.Module, state: Mapping[str, Tensor], source: str) -> Non
 
 
 def published_shape(name: str, value: Tensor) -> tuple[int, ...]:
-    """Shape in a published file: as it is, except that `logit_scale` has none."""
-    return () if name == LOGIT_SCALE and value.numel() == 1 else tuple(value.shape)
+    """Shape in a published file: as it is, except that `logit_scale` and `logit_bias` have none."""
+    return () if name in SCALARS and value.numel() == 1 else tuple(value.shape)
 
 
 def published_state_dict(source: Mapping[str, Tensor] | nn.Module) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from ..errors import UserError
+from .optimizer import LR_FACTORS
 from .profile import step_range
 from .schedule import SCHEDULES
 from .step import ACCUMULATIONS
@@ -180,6 +181,12 @@ def build_parser() -> Parser:
     add("--warmup", type=_number(float, 0), default=0.1, help="share of the run (below 1) or number of steps")
     add("--lr-minimum", type=_number(float, 0, 1), default=0.0, help="last rate of cosine and linear, as share of --lr")
     add("--seed", type=COUNT_OR_ZERO, default=1467, help="of the weights, the data order, crops and captions")
+    add(
+        "--loss",
+        choices=("clip", "siglip"),
+        default="clip",
+        help="softmax over the batch, or a sigmoid per pair with a learned bias, captions passed round the GPUs",
+    )
     add("--negatives", choices=("global", "local"), default="global", help="of all GPUs, or of each GPU's own pairs")
     add(
         "--accumulation",
@@ -187,6 +194,14 @@ def build_parser() -> Parser:
         default="global",
         help="with gradient accumulation: negatives from the whole batch, or from each micro batch",
     )
+    for flag, what in LR_FACTORS.items():
+        add(
+            flag,
+            type=_number(float, 0, 1000, exclusive=True),
+            default=1.0,
+            metavar="F",
+            help=f"--lr times F for {what}",
+        )
     add("--loss-chunk", type=COUNT_OR_ZERO, default=0, help="rows of logits held at once; 0: all")
     add(
         "--ema-decay",

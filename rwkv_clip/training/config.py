@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import difflib
 import json
 import math
 from dataclasses import dataclass
@@ -18,82 +17,10 @@ from typing import Any
 
 from ..errors import UserError
 from .compilation import check_section as check_compile_section
+from .config_keys import STAGE_3, check_keys
 
 AUTO = "auto"
 
-# Top-level keys that act here, those that hold a section first.
-_SECTIONS = {
-    "optimizer",
-    "scheduler",
-    "bf16",
-    "fp16",
-    "torch_autocast",
-    "data_types",
-    "zero_optimization",
-    "activation_checkpointing",
-    "compile",
-    "checkpoint",
-    "tensorboard",
-    "wandb",
-    "csv_monitor",
-    "comet",
-    "flops_profiler",
-    "comms_logger",
-}
-KNOWN_KEYS = _SECTIONS | {
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "zero_allow_untested_optimizer",
-    "zero_force_ds_cpu_optimizer",
-    "communication_data_type",
-    "prescale_gradients",
-    "gradient_predivide_factor",
-    "aio",
-    "wall_clock_breakdown",
-    "memory_breakdown",
-    "timers",
-    "steps_per_print",
-    "log_level",
-    "dump_state",
-    "disable_python_gc",
-}
-# Keys that people carry over from other projects, with why they are refused.
-REFUSED_KEYS = {
-    "elasticity": "DeepSpeed has removed elastic training; resume with another number of GPUs instead (--resume auto)",
-    "amp": "DeepSpeed has removed it; use 'bf16' or 'fp16'",
-    "sparse_gradients": "DeepSpeed has removed it",
-    "progressive_layer_drop": "DeepSpeed has removed it; the image tower has --drop-path-rate",
-    "curriculum_learning": "DeepSpeed has removed it",
-    "sparse_attention": "DeepSpeed has removed it, and this model has no attention",
-    "compression_training": "DeepSpeed has removed it",
-    "nebula": "DeepSpeed has removed it",
-    "quantize_training": "DeepSpeed has removed it",
-    "eigenvalue": "DeepSpeed has removed it",
-    "graph_harvesting": "DeepSpeed has removed it",
-    "data_efficiency": "batches come from this project's own seeded sampler",
-    "data_sampling": "batches come from this project's own seeded sampler",
-    "dataloader_drop_last": "batches come from this project's own seeded sampler",
-    "pipeline": "the model is not split into pipeline stages",
-    "tensor_parallel": "the model is small enough for each GPU to hold it; only data parallelism is used",
-    "sequence_parallel_size": "sequences have at most a few hundred tokens; only data parallelism is used",
-    "expert_parallel": "the model has no experts",
-    "hybrid_engine": "it serves text generation",
-    "weight_quantization": "it serves inference",
-    "autotuning": "it changes the micro batch, which for a contrastive loss changes the task",
-    "managed_gradient_accumulation": "the training loop sets the accumulation boundaries itself",
-    "gradient_allreduce_op": "gradients are averaged over the ranks, as the loss expects",
-    "disable_allgather": "DeepSpeed ignores it",
-}
-ACTIVATION_CHECKPOINTING_KEYS = {
-    "partition_activations",
-    "cpu_checkpointing",
-    "contiguous_memory_optimization",
-    "number_checkpoints",
-    "synchronize_checkpoint_boundary",
-    "profile",
-}
 # Not from the DeepSpeed JSON's own vocabulary, but people write it; the section's presence is what switches it on.
 ACTIVATION_CHECKPOINTING_SWITCH = "enabled"
 
@@ -140,31 +67,8 @@ def read_config(path: str | Path | None) -> dict[str, Any]:
     return json.loads(json.dumps(values))
 
 
-def check_keys(values: dict[str, Any], source: str) -> None:
-    """`UserError` for a key that would have no effect here."""
-    for key, value in values.items():
-        if key in REFUSED_KEYS:
-            raise UserError(f"{source}: '{key}' is not used here: {REFUSED_KEYS[key]}; remove it")
-        if key not in KNOWN_KEYS:
-            near = difflib.get_close_matches(key, KNOWN_KEYS, n=1)
-            raise UserError(
-                f"{source}: unknown key '{key}'" + (f"; did you mean '{near[0]}'?" if near else "; remove it")
-            )
-        if key in _SECTIONS and not isinstance(value, dict):
-            raise UserError(f"{source}: '{key}' must be a section {{...}}, found {value!r}")
-    check_compile_section(values.get("compile", {}), source)
-    section = values.get("activation_checkpointing", {})
-    for key in section:
-        if key not in ACTIVATION_CHECKPOINTING_KEYS | {ACTIVATION_CHECKPOINTING_SWITCH}:
-            raise UserError(f"{source}: unknown key 'activation_checkpointing.{key}'; remove it")
-    for key in ("partition_activations", "contiguous_memory_optimization"):
-        if section.get(key):
-            raise UserError(f"{source}: 'activation_checkpointing.{key}' needs tensor parallelism; set it to false")
-
-
 _SWITCHES = {
     "zero_allow_untested_optimizer",
-    "zero_force_ds_cpu_optimizer",
     "prescale_gradients",
     "wall_clock_breakdown",
     "memory_breakdown",
@@ -236,6 +140,7 @@ def resolve_config(
     """
     source = str(args.deepspeed_config or "the DeepSpeed JSON")
     check_keys(values, source)
+    check_compile_section(values.get("compile", {}), source)
     check_kinds(values, source)
     config = copy.deepcopy(values)
     filler = _Filler(config, source)
@@ -245,15 +150,14 @@ def resolve_config(
     _number(filler, "gradient_clipping", clipping)
     stage = filler.fill("zero_optimization.stage", "--zero-stage", args.zero_stage, default=0)
     if stage == 3:
-        raise UserError(
-            f"{source}: ZeRO stage 3 is not supported: each GPU holds this model's weights easily; set "
-            "zero_optimization.stage to 1 or 2"
-        )
+        raise UserError(f"{source}: {STAGE_3}; set zero_optimization.stage to 1 or 2")
     if stage not in (0, 1, 2) or isinstance(stage, bool):
         raise UserError(f"{source}: zero_optimization.stage must be 0, 1 or 2, found {stage!r}")
     offload = config["zero_optimization"].get("offload_optimizer", {}).get("device", "none")
     if offload == "nvme":
         raise UserError(f'{source}: offload_optimizer to nvme needs ZeRO stage 3; use "cpu"')
+    if offload == "cpu" and stage == 0:
+        raise UserError(f"{source}: offload_optimizer needs ZeRO: set zero_optimization.stage to 1 or 2")
     if "optimizer" in config:
         _resolve_optimizer(filler, args)
     if "scheduler" in config:
@@ -359,7 +263,7 @@ def _resolve_optimizer(filler: _Filler, args: argparse.Namespace) -> None:
 
 def _check_scheduler(config: dict[str, Any], args: argparse.Namespace, source: str) -> None:
     """A scheduler section replaces the schedule's flags."""
-    for name in ("lr_schedule", "warmup", "lr_minimum"):
+    for name in ("lr_schedule", "warmup", "lr_minimum", "image_lr_factor", "text_lr_factor", "decay_lr_factor"):
         if name in args.given:
             raise UserError(
                 f"{source} has a 'scheduler' section and --{name.replace('_', '-')} is given as well: remove one"

@@ -19,7 +19,7 @@ from .config import ACTIVATION_CHECKPOINTING_SWITCH, checkpoints_activations, pr
 from .distributed import CommonError, World
 from .lean_zero import make_lean
 from .masters import set_masters
-from .optimizer import build_optimizer, parameter_groups
+from .optimizer import LRFactors, build_optimizer, parameter_groups
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -36,6 +36,8 @@ def deepspeed_form(config: dict[str, Any]) -> dict[str, Any]:
     config.pop("compile", None)
     # Its throughput timer waits for the device twice per step, for lines that the run's own log replaces.
     config.setdefault("timers", {"throughput": {"enabled": False}})
+    # PyTorch's fused AdamW runs on the CPU too; DeepSpeed's own would have to be compiled first.
+    config["zero_force_ds_cpu_optimizer"] = False
     if "tensorboard" in config:
         config["tensorboard"] = dict(_TENSORBOARD_OFF)
     config.get("activation_checkpointing", {}).pop(ACTIVATION_CHECKPOINTING_SWITCH, None)
@@ -160,16 +162,9 @@ def _optimizer(
     model: RWKVCLIP, config: dict[str, Any], args: argparse.Namespace
 ) -> tuple[torch.optim.Optimizer | None, list[dict[str, Any]] | None]:
     """(our optimizer, None), or (None, parameter groups) when the JSON names one for DeepSpeed to build."""
+    factors = LRFactors(args.image_lr_factor, args.text_lr_factor, args.decay_lr_factor)
     if "optimizer" in config:
         params = config["optimizer"]["params"]
-        groups = parameter_groups(model, params["lr"], params.get("weight_decay", 0.0))
-        # DeepSpeed's optimizers take no names.
-        return None, [{name: value for name, value in group.items() if name != "name"} for group in groups]
+        return None, parameter_groups(model, params["lr"], params.get("weight_decay", 0.0), factors)
     betas = (args.beta1, args.beta2)
-    offload = config["zero_optimization"].get("offload_optimizer", {}).get("device", "none")
-    if offload == "cpu":
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-        groups = parameter_groups(model, args.lr, args.weight_decay)
-        return DeepSpeedCPUAdam(groups, lr=args.lr, betas=betas, eps=args.eps, adamw_mode=True), None
-    return build_optimizer(model, args.lr, args.weight_decay, betas, args.eps), None
+    return build_optimizer(model, args.lr, args.weight_decay, betas, args.eps, factors), None

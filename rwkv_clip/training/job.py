@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ..model.clip import RWKVCLIP
-from ..model.published import published_state_dict, save
+from ..model.published import LOGIT_BIAS, SCALARS, published_state_dict, save
 from ..version import __version__
 from .checkpoint import Checkpoints
 from .config import checkpoints_activations, precision_name
@@ -28,9 +29,14 @@ from .masters import sync_precise
 from .metrics import Interval, MetricWriter
 from .plan import Plan, make_plan
 from .profile import StepProfiler
+from .sigmoid_loss import SigmoidLoss
 from .signals import StopRequest
+from .spikes import LossSpikes
 from .validation import Evaluator
 from .weights import gather_weights
+
+LOSSES = {"clip": ClipLoss, "siglip": SigmoidLoss}
+NEGATIVES = {"global": "of all GPUs", "local": "each GPU's own"}
 
 
 def run_job(args: argparse.Namespace, world: World, stop: StopRequest) -> None:
@@ -89,6 +95,9 @@ def _introduce(plan: Plan, world: World) -> None:
         plan.args.epochs,
         plan.total_steps,
     )
+    logger.info("loss: %s; negatives: %s", plan.args.loss, NEGATIVES[plan.args.negatives])
+    if plan.args.ema_decay is not None:
+        logger.info("averaged weights: decay %g; evaluations use them", plan.args.ema_decay)
     if plan.sizes.accumulation > 1:
         negatives = "the whole global batch" if plan.args.accumulation == "global" else "each micro batch alone"
         logger.info("gradient accumulation: the negatives are those of %s", negatives)
@@ -98,11 +107,23 @@ def _build_model(plan: Plan) -> RWKVCLIP:
     """The fp32 model on the CPU, with fresh or pretrained weights."""
     torch.manual_seed(plan.args.seed)
     model = RWKVCLIP(plan.model_config)
+    if plan.args.loss == "siglip":
+        model.add_logit_bias()
     if plan.pretrained is not None:
-        model.load_state_dict(plan.pretrained)
+        _load_pretrained(model, plan.pretrained)
         plan.pretrained = None
     lock_towers(model, plan.args.lock_image, plan.args.lock_text)
     return model
+
+
+def _load_pretrained(model: RWKVCLIP, weights: dict[str, Tensor]) -> None:
+    """Weights that fit the model, though they may come from a run with the other loss."""
+    if model.logit_bias is None:
+        weights.pop(LOGIT_BIAS, None)
+    elif LOGIT_BIAS not in weights:
+        logger.info("--pretrained has no %s: it and the temperature start where a sigmoid loss starts", LOGIT_BIAS)
+        weights |= {name: getattr(model, name).detach() for name in SCALARS}
+    model.load_state_dict(weights)
 
 
 def _assemble(plan: Plan, world: World, stop: StopRequest, engine: Any, checkpoints: Checkpoints, frozen: dict) -> Loop:
@@ -134,7 +155,7 @@ def _assemble(plan: Plan, world: World, stop: StopRequest, engine: Any, checkpoi
         world=world,
         engine=engine,
         loader=loader,
-        loss=ClipLoss(engine.data_parallel_group, args.negatives, args.loss_chunk),
+        loss=LOSSES[args.loss](engine.data_parallel_group, args.negatives, args.loss_chunk),
         checkpoints=checkpoints,
         describe=lambda: plan.description() | {"loaders": _loader_states(world, loader)},
         frozen=frozen,
@@ -142,6 +163,7 @@ def _assemble(plan: Plan, world: World, stop: StopRequest, engine: Any, checkpoi
         evaluator=Evaluator(world, val_loader, _scorer(plan, world), stop),
         metrics=metrics,
         interval=Interval(world.device, plan.sizes.all_ranks, world.world_size, plan.data.caption_names),
+        spikes=LossSpikes(state and state.get("loss_spikes")),
         profiler=StepProfiler(args.profile, plan.run.tensorboard if world.is_first else None, world.device),
         stop=stop,
     )

@@ -23,8 +23,10 @@ from .distributed import CommonError, World
 from .ema import WeightAverage
 from .log import duration, logger
 from .metrics import Interval, MetricWriter
+from .optimizer import learning_rates
 from .profile import StepProfiler
 from .signals import Agreement, StopRequest
+from .spikes import LossSpikes
 from .step import train_step
 from .validation import Evaluator
 
@@ -54,6 +56,7 @@ class Parts:
     metrics: MetricWriter | None
     """On rank 0."""
     interval: Interval
+    spikes: LossSpikes
     profiler: StepProfiler
     stop: StopRequest
 
@@ -108,7 +111,7 @@ class Loop:
         started = time.perf_counter()
         micro_batches = [next(batches) for _ in range(parts.loader.accumulation_steps)]
         wait = time.perf_counter() - started
-        rates = learning_rates(parts.engine)
+        rates = learning_rates(parts.engine.basic_optimizer.param_groups)
         result = train_step(parts.engine, micro_batches, parts.loss, self._args.accumulation)
         ended = step_of_epoch + 1 == self._steps_per_epoch
         self.position = Position(
@@ -183,6 +186,10 @@ class Loop:
                     f"the loss of step {step} is {values['loss']} and the weights are lost; {self._last_good()}. Lower "
                     "--lr, or use bf16, where DeepSpeed leaves such steps out"
                 )
+            spike = parts.spikes.add(values["loss"])
+            if spike is not None and parts.world.is_first:
+                logger.warning("loss spike at step %d: %s", step, spike)
+            values["loss_spikes"] = float(parts.spikes.count)
         if not parts.world.is_first:
             return
         summary["skipped_steps"] = float(parts.engine.skipped_steps)
@@ -201,7 +208,7 @@ class Loop:
             return
         self._log()
         started = time.perf_counter()
-        state = parts.describe() | {"evaluation_due": self._evaluation_due}
+        state = parts.describe() | {"evaluation_due": self._evaluation_due, "loss_spikes": parts.spikes.state()}
         path = parts.checkpoints.save(parts.engine, self.position, state, parts.frozen, parts.average)
         seconds = time.perf_counter() - started
         parts.interval.pause(seconds)
@@ -234,21 +241,13 @@ def total_steps(position: Position, epochs: int, steps_per_epoch: int, global_ba
     return position.step + (epochs - position.epoch) * steps_per_epoch - position.samples // global_batch
 
 
-def learning_rates(engine: DeepSpeedEngine) -> dict[str, float]:
-    """The rate of the next step, by group where groups differ."""
-    rates = [float(rate) for rate in engine.get_lr()]
-    if len(set(rates)) == 1:
-        return {"learning_rate": rates[0]}
-    return {f"learning_rate/group_{number}": rate for number, rate in enumerate(rates)}
-
-
 def log_line(position: Position, steps: int, epochs: int, values: dict[str, float], parts: Parts, eta: float) -> str:
     """One readable line about an interval; `values` are those of its last step."""
     ended = position.samples == 0
     pieces = [
         f"epoch {position.epoch if ended else position.epoch + 1}/{epochs} step {position.step:,}/{steps:,}",
         f"loss {values['loss']:.4f}",
-        f"lr {next(value for name, value in values.items() if name.startswith('learning_rate')):.2e}",
+        f"lr {values['learning_rate']:.2e}",
         f"logit scale {values['logit_scale']:.2f}",
     ]
     if "gradient_norm" in values:
@@ -262,5 +261,7 @@ def log_line(position: Position, steps: int, epochs: int, values: dict[str, floa
     ]
     if values["skipped_steps"]:
         pieces.append(f"{values['skipped_steps']:.0f} skipped")
+    if values["loss_spikes"]:
+        pieces.append(f"{values['loss_spikes']:.0f} loss spikes")
     pieces.append(f"ETA {duration(eta)}")
     return "  ".join(pieces)

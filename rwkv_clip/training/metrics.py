@@ -22,7 +22,9 @@ from torch import Tensor
 
 from .step import StepResult
 
-PER_STEP = ("loss", "image_to_text_accuracy", "text_to_image_accuracy", "logit_scale", "gradient_norm")
+PER_STEP = ("loss", "image_to_text_accuracy", "text_to_image_accuracy", "logit_scale", "logit_bias", "gradient_norm")
+# NaN where there is none: CLIP's loss has no bias, and without ZeRO in fp32 DeepSpeed gives no norm.
+_PERHAPS = ("logit_bias", "gradient_norm")
 
 
 class MetricWriter:
@@ -149,7 +151,8 @@ class Interval:
         """
         norm = math.nan if gradient_norm is None else gradient_norm
         norm = torch.as_tensor(norm, dtype=torch.float32, device=self._device).reshape(())
-        values = (result.loss, result.image_to_text_accuracy, result.text_to_image_accuracy, result.logit_scale)
+        bias = torch.full_like(norm, math.nan) if result.logit_bias is None else result.logit_bias
+        values = (result.loss, result.image_to_text_accuracy, result.text_to_image_accuracy, result.logit_scale, bias)
         self._tensors.append(torch.stack([*(value.float() for value in values), norm]))
         self._steps.append(step)
         self._rates.append(rates)
@@ -168,8 +171,9 @@ class Interval:
         rows = []
         for step, row, rates in zip(self._steps, per_step, self._rates, strict=True):
             values = dict(zip(PER_STEP, row, strict=True))
-            if math.isnan(values["gradient_norm"]) and math.isfinite(values["loss"]):
-                del values["gradient_norm"]  # DeepSpeed gives none without ZeRO in fp32
+            for name in _PERHAPS:
+                if math.isnan(values[name]) and math.isfinite(values["loss"]):
+                    del values[name]
             rows.append((step, values | rates))
         worst = torch.tensor([self._wait / seconds, peak_memory_gib(self._device)], device=self._device)
         if self._world_size > 1:

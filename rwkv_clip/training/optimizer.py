@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,31 +12,77 @@ from torch import nn
 # the mixing layers with their low-rank factors, the temperature, and the learned positions and class token.
 UNDECAYED = ("time_", "spatial_mix_", "logit_scale", "pos_embed", "cls_token")
 
+LR_FACTORS = {
+    "--image-lr-factor": "the image tower",
+    "--text-lr-factor": "the text tower",
+    "--decay-lr-factor": "the decays of the mixing layers (time_decay), on top of their tower's",
+}
+"""Flags of factors on the learning rate, and what each acts on."""
+
+
+@dataclass(frozen=True)
+class LRFactors:
+    """Factors on the learning rate of a tower's parameters, and on top of it of the `time_decay` vectors."""
+
+    image: float = 1.0
+    text: float = 1.0
+    decay: float = 1.0
+
+    def of(self, name: str) -> tuple[str, float]:
+        """(kind, factor) of a parameter: kind "image", "text", "image_time_decay", ..., "" for the temperature's.
+
+        Where nobody asks for other rates, all are of kind "".
+        """
+        if self == LRFactors():
+            return "", 1.0
+        tower = next((tower for tower in ("image", "text") if name.startswith(f"{tower}_model.")), "")
+        factor = getattr(self, tower) if tower else 1.0
+        if self.decay != 1.0 and name.split(".")[-1] == "time_decay":
+            return f"{tower}_time_decay".lstrip("_"), factor * self.decay
+        return tower, factor
+
 
 def is_decayed(name: str, parameter: nn.Parameter) -> bool:
     """Whether weight decay acts on a parameter: on matrices and kernels, not on vectors, norms, biases or UNDECAYED."""
     return parameter.dim() > 1 and not any(part.startswith(UNDECAYED) for part in name.split("."))
 
 
-def parameter_groups(model: nn.Module, lr: float, weight_decay: float) -> list[dict[str, Any]]:
-    """Optimizer groups "decay" and "no_decay" of the parameters that learn; a group without parameters is left out.
+def parameter_groups(
+    model: nn.Module, lr: float, weight_decay: float, factors: LRFactors | None = None
+) -> list[dict[str, Any]]:
+    """Optimizer groups of the parameters that learn: "decay" and "no_decay", or "image/decay", "text/no_decay", ...
 
-    Each group holds `params`, `lr`, `weight_decay` and `name`. A frozen parameter (requires_grad False) is in no group.
+    Each group holds `params`, `lr`, `weight_decay` and `name`. A frozen parameter (requires_grad False) is in no group,
+    and there is no group without parameters. factors: of the rates; None for one rate for all.
     """
-    groups = {True: [], False: []}
+    factors = factors or LRFactors()
+    groups: dict[tuple[str, bool], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            groups[is_decayed(name, parameter)].append(parameter)
-    return [
-        {
-            "name": "decay" if decayed else "no_decay",
-            "params": parameters,
-            "lr": lr,
-            "weight_decay": weight_decay if decayed else 0.0,
-        }
-        for decayed, parameters in groups.items()
-        if parameters
-    ]
+        if not parameter.requires_grad:
+            continue
+        kind, factor = factors.of(name)
+        decayed = is_decayed(name, parameter)
+        group = groups.setdefault(
+            (kind, decayed),
+            {
+                "name": f"{kind}/{'decay' if decayed else 'no_decay'}".lstrip("/"),
+                "params": [],
+                "lr": lr * factor,
+                "weight_decay": weight_decay if decayed else 0.0,
+            },
+        )
+        group["params"].append(parameter)
+    # Weight matrices first, as the largest.
+    return sorted(groups.values(), key=lambda group: (group["name"].endswith("no_decay"), group["name"]))
+
+
+def learning_rates(groups: list[dict[str, Any]]) -> dict[str, float]:
+    """The present rates of an optimizer's `param_groups` by kind: "learning_rate", or "learning_rate/image", ..."""
+    rates = {}
+    for group in groups:
+        kind = group.get("name", "").rpartition("/")[0]
+        rates[f"learning_rate/{kind}" if kind else "learning_rate"] = float(group["lr"])
+    return rates
 
 
 def build_optimizer(
@@ -44,6 +91,8 @@ def build_optimizer(
     weight_decay: float = 0.2,
     betas: tuple[float, float] = (0.9, 0.98),
     eps: float = 1e-8,
+    factors: LRFactors | None = None,
 ) -> torch.optim.AdamW:
     """AdamW over `parameter_groups`, in one fused kernel per group."""
-    return torch.optim.AdamW(parameter_groups(model, lr, weight_decay), lr=lr, betas=betas, eps=eps, fused=True)
+    groups = parameter_groups(model, lr, weight_decay, factors)
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)

@@ -37,11 +37,13 @@ class StepResult:
     text_to_image_accuracy: Tensor
     """[] 0 to 1, of the global batch."""
     row_losses: Tensor
-    """[pairs of this rank] mean of the two cross-entropies of each pair, in the order of the micro batches."""
+    """[pairs of this rank] mean of each pair's losses in both directions, in the order of the micro batches."""
     logit_scale: Tensor
     """[] the factor on the cosine similarities that this step used."""
     applied: bool
     """False when the step was skipped because a gradient was not finite."""
+    logit_bias: Tensor | None = None
+    """[] the bias on the logits that this step used, of a model that has one."""
 
 
 def train_step(
@@ -49,7 +51,7 @@ def train_step(
 ) -> StepResult:
     """One optimizer step over the micro batches of one global batch, as many as the engine accumulates.
 
-    loss_fn: (image_features, text_features, logit_scale) -> LossOutput.
+    loss_fn: (image_features, text_features, logit_scale, and logit_bias of a model that has one) -> LossOutput.
     accumulation, when there is more than one micro batch: "global" gives the gradient of the whole global batch, with
     all its pairs as negatives (Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup",
     2021): features are computed once without gradient, then micro batch by micro batch again with the same random
@@ -62,9 +64,9 @@ def train_step(
             f"the engine accumulates {engine.gradient_accumulation_steps()} micro batches, got {len(batches)}"
         )
     if len(batches) > 1 and accumulation == "global":
-        outputs, logit_scale = _whole_batch(engine, batches, loss_fn)
+        outputs, scalars = _whole_batch(engine, batches, loss_fn)
     else:
-        outputs, logit_scale = _each_batch(engine, batches, loss_fn)
+        outputs, scalars = _each_batch(engine, batches, loss_fn)
     applied = engine.was_step_applied()
     sync_precise(engine)
     means = torch.stack(
@@ -74,21 +76,26 @@ def train_step(
         ]
     ).mean(dim=0)
     rows = torch.cat([(output.image_to_text_losses + output.text_to_image_losses) / 2 for output in outputs])
-    return StepResult(means[0], means[1], means[2], rows, logit_scale, applied)
+    bias = scalars[1] if len(scalars) > 1 else None
+    return StepResult(means[0], means[1], means[2], rows, scalars[0], applied, bias)
 
 
-def _each_batch(engine, batches, loss_fn) -> tuple[list[LossOutput], Tensor]:
+def _numbers(scalars: Sequence[Tensor]) -> list[Tensor]:
+    return [scalar.detach().float().reshape(()) for scalar in scalars]
+
+
+def _each_batch(engine, batches, loss_fn) -> tuple[list[LossOutput], list[Tensor]]:
     outputs = []
     for batch in batches:
-        image_features, text_features, logit_scale = engine(batch.images, batch.tokens)
-        output = loss_fn(image_features, text_features, logit_scale)
+        image_features, text_features, *scalars = engine(batch.images, batch.tokens)
+        output = loss_fn(image_features, text_features, *scalars)
         engine.backward(output.loss)
         engine.step()
         outputs.append(output)
-    return outputs, logit_scale.detach().float().reshape(())
+    return outputs, _numbers(scalars)
 
 
-def _whole_batch(engine, batches, loss_fn) -> tuple[list[LossOutput], Tensor]:
+def _whole_batch(engine, batches, loss_fn) -> tuple[list[LossOutput], list[Tensor]]:
     random_states, features = [], []
     with torch.no_grad():
         for batch in batches:
@@ -96,25 +103,27 @@ def _whole_batch(engine, batches, loss_fn) -> tuple[list[LossOutput], Tensor]:
             features.append(engine(batch.images, batch.tokens))
     random_after = RandomState.capture(batches[-1].images.device)
 
-    image_features = torch.cat([image for image, _, _ in features]).requires_grad_()
-    text_features = torch.cat([text for _, text, _ in features]).requires_grad_()
-    logit_scale = features[-1][2].detach().clone().requires_grad_()
-    output = loss_fn(image_features, text_features, logit_scale)
-    grad_image, grad_text, grad_scale = torch.autograd.grad(output.loss, [image_features, text_features, logit_scale])
+    image_features = torch.cat([image for image, *_ in features]).requires_grad_()
+    text_features = torch.cat([text for _, text, *_ in features]).requires_grad_()
+    scalars = [scalar.detach().clone().requires_grad_() for scalar in features[-1][2:]]
+    output = loss_fn(image_features, text_features, *scalars)
+    grad_image, grad_text, *grad_scalars = torch.autograd.grad(output.loss, [image_features, text_features, *scalars])
 
-    sizes = [len(image) for image, _, _ in features]
+    sizes = [len(image) for image, *_ in features]
     del features
     pieces = zip(batches, random_states, grad_image.split(sizes), grad_text.split(sizes), strict=True)
     for batch, random_state, image_part, text_part in pieces:
         random_state.restore()
-        image, text, scale = engine(batch.images, batch.tokens)
+        image, text, *own_scalars = engine(batch.images, batch.tokens)
         # Its gradient of the weights is the loss's, by the chain rule; each micro batch carries an equal share of the
-        # temperature's.
-        surrogate = (image * image_part).sum() + (text * text_part).sum() + (scale * grad_scale).sum() / len(batches)
+        # temperature's and the bias's.
+        surrogate = (image * image_part).sum() + (text * text_part).sum()
+        for scalar, gradient in zip(own_scalars, grad_scalars, strict=True):
+            surrogate = surrogate + (scalar * gradient).sum() / len(batches)
         engine.backward(surrogate, scale_wrt_gas=False)
         engine.step()
     random_after.restore()
-    return [output], logit_scale.detach().float().reshape(())
+    return [output], _numbers(scalars)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..data.loader import Loader
@@ -63,8 +64,8 @@ class Evaluator:
         """Contrastive loss over batches of micro batch x ranks, the padding of the last one left out."""
         sums = torch.zeros(4, device=self._world.device)
         for batch in self._loader.epoch(0):
-            image_features, text_features, logit_scale = model(batch.images, batch.tokens)
-            sums += batch_sums(image_features, text_features, logit_scale, batch.valid.to(image_features.device))
+            image_features, text_features, *scalars = model(batch.images, batch.tokens)
+            sums += batch_sums(image_features, text_features, batch.valid.to(image_features.device), *scalars)
             if self._agreement.now(self._stop.requested):
                 return None
         if self._world.world_size > 1:
@@ -95,10 +96,11 @@ class Evaluator:
         return None if self._agreement.now(scores is None) else scores
 
 
-def batch_sums(image: Tensor, text: Tensor, scale: Tensor, valid: Tensor) -> Tensor:
+def batch_sums(image: Tensor, text: Tensor, valid: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """Sums over this rank's valid pairs of the loss and both hits, and their number: float32 [4].
 
-    image, text: [B, D], normalised. valid: bool [B]. Candidates are the valid pairs of all ranks.
+    image, text: [B, D], normalised. valid: bool [B]. Candidates are the valid pairs of all ranks. With a bias the loss
+    is the sigmoid loss, otherwise CLIP's.
     """
     everyone = gather_ranks(valid.float(), None).flatten() > 0
     first = group_rank(None) * len(valid)
@@ -107,7 +109,13 @@ def batch_sums(image: Tensor, text: Tensor, scale: Tensor, valid: Tensor) -> Ten
     for rows, columns in ((image, text), (text, image)):
         candidates = gather_ranks(columns.float(), None).flatten(0, 1)[everyone]
         logits = scale.float() * rows.float()[valid] @ candidates.T
-        loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum") if len(labels) else logits.sum()
-        parts.append((loss, (logits.argmax(1) == labels).sum() if len(labels) else logits.sum()))
+        hits = (logits.argmax(1) == labels).sum() if len(labels) else logits.sum()
+        if bias is not None:
+            logits += bias.float()
+            logits[torch.arange(len(labels), device=labels.device), labels] *= -1
+            loss = F.softplus(logits).sum()
+        else:
+            loss = F.cross_entropy(logits, labels, reduction="sum") if len(labels) else logits.sum()
+        parts.append((loss, hits))
     (image_loss, image_hits), (text_loss, text_hits) = parts
     return torch.stack([(image_loss + text_loss) / 2, image_hits.float(), text_hits.float(), valid.sum().float()])

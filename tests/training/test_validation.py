@@ -54,11 +54,14 @@ def test_a_stop_request_ends_an_evaluation_at_once(stop):
     assert stop.requested and model.training
 
 
-def reference(image, text, scale):
+def reference(image, text, scale, bias=None):
     """Loss and hits of a whole batch by PyTorch's own functions."""
     logits = scale * image @ text.T
     labels = torch.arange(len(image))
     loss = (nn.functional.cross_entropy(logits, labels) + nn.functional.cross_entropy(logits.T, labels)) / 2
+    if bias is not None:
+        signs = 2 * torch.eye(len(image)) - 1
+        loss = -nn.functional.logsigmoid(signs * (logits + bias)).sum() / len(image)
     return (
         loss.item(),
         (logits.argmax(1) == labels).float().mean().item(),
@@ -73,6 +76,8 @@ def features(count: int):
 
 CASES = [(8, 0), (5, 3), (2, 2)]
 """(pairs, padding); in the last one a rank has nothing but padding."""
+SCALARS = [(torch.tensor(5.0),), (torch.tensor(5.0), torch.tensor(-2.0))]
+"""CLIP's loss, and the sigmoid loss with its bias."""
 
 
 def ranks_sums() -> list[np.ndarray]:
@@ -85,14 +90,16 @@ def ranks_sums() -> list[np.ndarray]:
         valid = torch.arange(count + padding) < count
         size = (count + padding) // group_size(None)
         part = slice(group_rank(None) * size, (group_rank(None) + 1) * size)
-        sums = batch_sums(image[part], text[part], torch.tensor(5.0), valid[part])
-        torch.distributed.all_reduce(sums)
-        results.append(sums.numpy())
+        for scalars in SCALARS:
+            sums = batch_sums(image[part], text[part], valid[part], *scalars)
+            torch.distributed.all_reduce(sums)
+            results.append(sums.numpy())
     return results
 
 
 def test_the_validation_loss_of_two_ranks_is_that_of_the_whole_batch_without_its_padding():
     for results in run_ranks(2, ranks_sums):
-        for (count, _), sums in zip(CASES, results, strict=True):
+        settings = [(count, scalars) for count, _ in CASES for scalars in SCALARS]
+        for (count, scalars), sums in zip(settings, results, strict=True):
             assert sums[3] == count
-            assert sums[:3] / count == pytest.approx(reference(*features(count), 5.0), rel=1e-5)
+            assert sums[:3] / count == pytest.approx(reference(*features(count), *scalars), rel=1e-5)
