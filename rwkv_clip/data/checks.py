@@ -173,7 +173,7 @@ def _state(dataset: Dataset, sample: int) -> dict:
         for file in dataset.files
         for path in (file.rec_path, file.idx_path)
     ]
-    return {"version": 1, "sample": sample, "files": times}
+    return {"version": 2, "sample": sample, "files": times}
 
 
 def _read_cache(path: Path, dataset: Dataset, state: dict, decoded: bool) -> CheckReport | None:

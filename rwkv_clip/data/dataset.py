@@ -24,6 +24,7 @@ import numpy as np
 
 from ..errors import UserError
 from . import tokenizer
+from .record_check import refuse_short_index
 from .record_writer import sync_folder
 from .recordio import Record, RecordFile, pair_paths
 from .tokenizer import CONTEXT_LENGTH
@@ -49,7 +50,11 @@ def open_dataset(path: str | os.PathLike) -> Dataset:
         path = path.parent
     if path.is_dir() and (path / MANIFEST_NAME).exists():
         return _open_with_manifest(path)
-    return Dataset(path, [RecordFile(rec_path) for rec_path in find_records(path)])
+    files = [RecordFile(rec_path) for rec_path in find_records(path)]
+    for file in files:
+        # The manifest's counts say that for a packed folder; for bare pairs nothing else does.
+        refuse_short_index(file)
+    return Dataset(path, files)
 
 
 def find_records(path: str | os.PathLike) -> list[Path]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..errors import UserError
-from .record_format import LENGTH_MASK, MAGIC
+from .record_format import LENGTH_MASK, MAGIC, record_end
 
 if TYPE_CHECKING:
     from .recordio import RecordFile
@@ -34,8 +34,34 @@ class IndexReport:
     notes: list[str] = field(default_factory=list)
 
 
+def refuse_short_index(file: RecordFile) -> None:
+    """Refuse an index that ends before its file does, as a packer leaves it that was stopped before it wrote the rest.
+
+    An index may leave out records between others (a subset that someone chose), and the file may end inside a record.
+
+    Raises:
+        UserError: a whole record follows the last one that is listed.
+    """
+    last = int(file.offsets.argmax())
+    try:
+        end = file.part_end(last)
+        short = record_end(file.view(), end, file.size_bytes) is not None
+    except UserError:  # the checks of the entries themselves tell more
+        return
+    finally:
+        file.release()
+    if short:
+        raise UserError(
+            f"{file.idx_path} ends with key {file.key_name(last)} at byte {file.offsets[last]} and {file.rec_path.name}"
+            f" holds more records after it ({file.size_bytes - end} bytes): an interrupted packer leaves that; pack "
+            f"again, or list them with `rwkv-clip inspect --rebuild-index {file.rec_path}`, or, if the rest is not "
+            f"wanted, cut it off with `truncate -s {end} {file.rec_path}`"
+        )
+
+
 def check_index(file: RecordFile, words: np.ndarray, num_threads: int = 4, progress=None) -> IndexReport:
-    """Every listed offset lies in the file, a record starts there and fits, and no record is listed twice.
+    """Every listed offset lies in the file, a record starts there and fits, no record is listed twice, and none follows
+    the last one that is listed.
 
     Args:
         file: the pair.
@@ -89,6 +115,7 @@ def check_index(file: RecordFile, words: np.ndarray, num_threads: int = 4, progr
             f"{file.idx_path} lists the record at byte {offsets[a]} twice, as key {file.key_name(int(a))} and key "
             f"{file.key_name(int(b))}: write it anew with `rwkv-clip inspect --rebuild-index {file.rec_path}`"
         )
+    refuse_short_index(file)
     report = IndexReport(widths, num_multipart=len(unusual))
     listed = int((ends - offsets).sum())
     report.unlisted_bytes = max(0, file.size_bytes - listed)

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..errors import UserError
 from .progress import Log, Progress
-from .record_format import HEADER, LENGTH_MASK, MAGIC, MAGIC_BYTES, PART
+from .record_format import HEADER, LENGTH_MASK, MAGIC_BYTES, PART, record_end
 from .record_index import Index, format_index
 from .record_writer import sync_folder
 from .recordio import RecordFile
@@ -54,7 +54,7 @@ def scan_records(rec_path: str | os.PathLike, log: Log | None = None) -> Scan:
     place = sound_bytes = 0
     torn_tail = False
     while place < size:
-        end = _record_end(view, place, size)
+        end = record_end(view, place, size)
         if end is not None:
             offsets.append(place)
             ids.append(_header_id(view, place))
@@ -93,29 +93,6 @@ def rebuild_index(rec_path: str | os.PathLike, log: Log | None = None) -> Scan:
     except OSError as error:
         raise UserError(f"cannot write {idx_path}: {error.strerror}") from None
     return scan
-
-
-def _record_end(view: memoryview, place: int, size: int) -> int | None:
-    """Where the record at `place` ends (padding included), or None if no whole record starts there."""
-    first = True
-    length_before = 0
-    while place <= size - PART.size:
-        magic, packed = PART.unpack_from(view, place)
-        flag, length = packed >> 29, packed & LENGTH_MASK
-        if magic != MAGIC or flag not in ((0, 1) if first else (2, 3)) or place + PART.size + length > size:
-            return None
-        if flag == 0 and not _header_fits(view, place + PART.size, length):
-            return None
-        length_before += length + (0 if first else len(MAGIC_BYTES))
-        place += PART.size + length + -length % 4
-        if flag in (0, 3):
-            return place if length_before >= HEADER.size else None
-        first = False
-    return None
-
-
-def _header_fits(view: memoryview, start: int, length: int) -> bool:
-    return length >= HEADER.size and HEADER.size + 4 * HEADER.unpack_from(view, start)[0] <= length
 
 
 def _header_id(view: memoryview, place: int) -> int:

@@ -2,9 +2,10 @@
 
     python mxnet_side.py write CASES.pickle PREFIX [DIE_AFTER]
     python mxnet_side.py exchange CASES.pickle PREFIX OTHER_PREFIX
+    python mxnet_side.py read CASES.pickle PREFIX
 
 `write` packs (key, label bytes or number, payload) records, and kills itself after DIE_AFTER of them. `exchange` does
-that too, then reads OTHER_PREFIX and prints one JSON line per record.
+that too, then reads OTHER_PREFIX and prints one JSON line per record; `read` does the latter alone.
 """
 
 import hashlib
@@ -42,6 +43,8 @@ if __name__ == "__main__":
     assert mxnet.__version__ == "1.9.1", mxnet.__version__
     if sys.argv[1] == "write":
         write(sys.argv[2], sys.argv[3], int(sys.argv[4]))
+    elif sys.argv[1] == "read":
+        read(sys.argv[3])
     else:
         write(sys.argv[2], sys.argv[3])
         read(sys.argv[4])

@@ -17,7 +17,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rwkv_clip.cli import main
+from rwkv_clip.data.dataset import open_dataset
 from rwkv_clip.data.record_format import MAGIC_BYTES
+from rwkv_clip.data.record_scan import rebuild_index
 from rwkv_clip.data.recordio import RecordFile, RecordWriter
 from rwkv_clip.errors import UserError
 
@@ -108,10 +111,35 @@ def test_writer_and_reader_agree_with_mxnet_byte_for_byte(mxnet_python, tmp_path
     assert read_here == [json.loads(line) for line in done.stdout.splitlines()] and len(read_here) == len(cases)
 
 
-def test_D13_leftovers_of_a_killed_mxnet_packer_are_a_clear_error(mxnet_python, tmp_path):
-    cases = [(key, np.full(231, 7, np.float32), bytes(9000)) for key in range(400)]
-    done = run_mxnet_side(mxnet_python, cases, tmp_path, "write", tmp_path / "killed", 300)
+@pytest.mark.parametrize(("records", "says"), [(300, "lists no record"), (1500, "ends with key 1... at byte .* more")])
+def test_D13_leftovers_of_a_killed_mxnet_packer_are_a_clear_error(mxnet_python, tmp_path, records, says):
+    """mxnet writes the index in blocks: nothing of it is there after 300 records, some of it after 1,500."""
+    cases = [(key, np.full(231, 7, np.float32), bytes(9000)) for key in range(records + 100)]
+    done = run_mxnet_side(mxnet_python, cases, tmp_path, "write", tmp_path / "killed", records)
     assert done.returncode == -9
     assert (tmp_path / "killed.rec").stat().st_size > 2_000_000
-    with pytest.raises(UserError, match="index .*killed.idx lists no record .*--rebuild-index"):
-        RecordFile(tmp_path / "killed.rec")
+    with pytest.raises(UserError, match=f"killed.idx {says}.*--rebuild-index"):
+        open_dataset(tmp_path / "killed")
+    rebuild_index(tmp_path / "killed.rec")
+    assert records - 10 < len(open_dataset(tmp_path / "killed")) <= records
+
+
+def test_D23_mxnet_reads_what_pack_writes(mxnet_python, fixtures, tmp_path):
+    """Pictures as they were, the label, and mxnet's own way to open a record: by key, through the index."""
+    (tmp_path / "in").mkdir()
+    for name in ("rgb", "gray", "exif_rot6", "cmyk_adobe"):
+        shutil.copy(fixtures / "img" / f"{name}.jpg", tmp_path / "in")
+        (tmp_path / "in" / f"{name}.txt").write_text(f"a picture called {name}\na second caption\n")
+    assert main(["pack", str(tmp_path / "in"), str(tmp_path / "out"), "--workers", "1"]) == 0
+    data = open_dataset(tmp_path / "out")
+    file = data.files[0]
+    done = run_mxnet_side(mxnet_python, [], tmp_path, "read", file.rec_path.with_suffix(""))
+    assert done.returncode == 0, done.stderr
+    read_here = []
+    for i in range(len(file)):
+        record = file.read(i)
+        payload_md5 = hashlib.md5(record.payload).hexdigest()
+        read_here.append([i, file.header(i)[2], record.label.tobytes().hex(), payload_md5])
+    assert [json.loads(line) for line in done.stdout.splitlines()] == read_here and len(read_here) == 4
+    kept = {hashlib.md5((fixtures / "img" / f"{name}.jpg").read_bytes()).hexdigest() for name in ("rgb", "exif_rot6")}
+    assert kept <= {hashlib.md5(data.read(i).payload).hexdigest() for i in range(4)}

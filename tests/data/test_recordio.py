@@ -5,19 +5,23 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rwkv_clip.data.dataset import open_dataset
 from rwkv_clip.data.record_format import MAGIC_BYTES
+from rwkv_clip.data.record_scan import rebuild_index
 from rwkv_clip.data.recordio import RecordFile, RecordWriter, pair_paths
 from rwkv_clip.errors import UserError
 
@@ -88,6 +92,33 @@ def test_subset_index_reads_its_records_and_says_what_it_leaves_out(fixtures):
     file = RecordFile(fixtures / "rec" / "base.rec", fixtures / "rec" / "subset.idx")
     assert [file.read(i).label[1] for i in range(len(file))] == [300, 303, 306, 309]
     assert "leaves out" in file.check().notes[0]
+
+
+@pytest.mark.parametrize("name", ["base", "split"])
+def test_D13_an_index_that_ends_before_its_file_is_refused_until_it_is_rebuilt_or_the_rest_cut_off(
+    fixtures, tmp_path, name
+):
+    whole = RecordFile(fixtures / "rec" / f"{name}.rec")
+    lines = (fixtures / "rec" / f"{name}.idx").read_bytes().splitlines(keepends=True)
+    shutil.copy(fixtures / "rec" / f"{name}.rec", tmp_path / "x.rec")
+    for kept in range(1, len(lines)):
+        (tmp_path / "x.idx").write_bytes(b"".join(lines[:kept]))
+        end = whole.part_end(kept - 1)
+        for look in (RecordFile(tmp_path / "x.rec").check, partial(open_dataset, tmp_path / "x")):
+            with pytest.raises(UserError) as error:
+                look()
+            assert f"x.idx ends with key {kept - 1} at byte {whole.offsets[kept - 1]} " in one_line(error)
+            assert f"--rebuild-index {tmp_path / 'x.rec'}" in str(error.value)
+            assert f"`truncate -s {end} {tmp_path / 'x.rec'}`" in str(error.value)
+    os.truncate(tmp_path / "x.rec", end)
+    assert len(open_dataset(tmp_path / "x")) == len(lines) - 1
+    # A file that ends inside a record keeps what its index lists.
+    shutil.copy(fixtures / "rec" / f"{name}.rec", tmp_path / "x.rec")
+    os.truncate(tmp_path / "x.rec", whole.size_bytes - 5)
+    assert len(open_dataset(tmp_path / "x")) == len(lines) - 1
+    shutil.copy(fixtures / "rec" / f"{name}.rec", tmp_path / "x.rec")
+    rebuild_index(tmp_path / "x.rec")
+    assert len(open_dataset(tmp_path / "x")) == len(lines)
 
 
 @pytest.mark.parametrize(("index", "key"), [("off_by_4", "key 5"), ("past_end", "key 10")])
