@@ -36,8 +36,8 @@ def main(argv: list[str] | None = None) -> int:
             module = importlib.import_module(module_name)
             module.add_arguments(subparser)
             subparser.set_defaults(run=module.run)
-    args = parser.parse_args(argv)
     try:
+        args = parser.parse_args(argv)
         return args.run(args)
     except UserError as error:
         return report(error)

@@ -11,25 +11,13 @@ import numpy as np
 from ..errors import UserError
 from .checks import token_fault
 from .dataset import Dataset
-from .tokenizer import CONTEXT_LENGTH, END_TOKEN, START_TOKEN, _tokenizer
+from .tokenizer import CONTEXT_LENGTH, decode
 
 _TILE = 224
 _LINE_HEIGHT = 13
 _COLUMNS_OF_TEXT = 36
 _LINES_PER_CAPTION = 4
 _MARGIN = 8
-
-
-def decode_captions(label: np.ndarray) -> list[str]:
-    """The captions of a label float32 [captions x 77] as text, lower-cased as the tokenizer left them."""
-    texts = []
-    for caption in label.reshape(-1, CONTEXT_LENGTH).astype(np.int64):
-        filled = np.flatnonzero(caption)
-        ids = caption[: filled[-1] + 1].tolist() if len(filled) else []
-        ids = ids[1:] if ids[:1] == [START_TOKEN] else ids
-        ids = ids[:-1] if ids[-1:] == [END_TOKEN] else ids
-        texts.append(_tokenizer().decode(ids).strip() if ids else "")
-    return texts
 
 
 def sample_ids(count: int, size: int) -> np.ndarray:
@@ -91,7 +79,7 @@ def _tile(dataset: Dataset, i: int) -> tuple[np.ndarray | None, list[str]]:
     fault = token_fault(record.label)
     if fault is not None:
         return image, lines + _wrapped(fault, 4)
-    for name, text in zip(dataset.caption_names, decode_captions(record.label), strict=True):
+    for name, text in zip(dataset.caption_names, decode(record.label.reshape(-1, CONTEXT_LENGTH)), strict=True):
         lines += _wrapped(f"{name}: {text}", _LINES_PER_CAPTION)
     return image, lines
 

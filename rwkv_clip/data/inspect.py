@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import UserError
+from .arguments import path
 from .dataset import Dataset, find_records, open_dataset
 from .survey import Survey, percentile, survey
 
@@ -21,13 +22,15 @@ _FAULTS_SHOWN = 20
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the subcommand."""
-    parser.add_argument("data", help="a data set's folder, a folder of .rec/.idx pairs, or one pair")
+    parser.add_argument("data", type=path, help="a data set's folder, a folder of .rec/.idx pairs, or one pair")
     parser.add_argument("--verify", action="store_true", help="decode every image and check every label")
     parser.add_argument("--show", type=int, metavar="K", help="draw K records with their captions (needs --out)")
-    parser.add_argument("--out", metavar="FILE", help="the picture that --show draws, such as grid.png")
+    parser.add_argument("--out", type=path, metavar="FILE", help="the picture that --show draws, such as grid.png")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     parser.add_argument("--rebuild-index", action="store_true", help="write each .idx anew from its .rec")
-    parser.add_argument("--repair", metavar="FOLDER", help="write a clean copy without the records training cannot use")
+    parser.add_argument(
+        "--repair", type=path, metavar="FOLDER", help="write a clean copy without the records training cannot use"
+    )
     parser.add_argument("--workers", type=int, metavar="N", help="threads (default: all cores)")
 
 

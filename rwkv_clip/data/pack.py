@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from pathlib import Path
 
+from .arguments import path
 from .captions import MISSING_RULES
 from .images import Limits
 from .packing import DEFAULT_SHARD_SIZE, pack
@@ -21,10 +21,10 @@ from .sources.base import Source
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     limits = Limits()
     parser.description = "Check every image-caption pair and pack it into shuffled RecordIO shards."
-    parser.add_argument("source", type=Path, metavar="SOURCE", help=f"what to pack: {KNOWN}")
-    parser.add_argument("out", type=Path, metavar="OUT", help="folder to make")
+    parser.add_argument("source", type=path, metavar="SOURCE", help=f"what to pack: {KNOWN}")
+    parser.add_argument("out", type=path, metavar="OUT", help="folder to make")
     table = parser.add_argument_group("tables")
-    table.add_argument("--images", type=Path, metavar="DIR", help="what picture paths are relative to (the table)")
+    table.add_argument("--images", type=path, metavar="DIR", help="what picture paths are relative to (the table)")
     table.add_argument("--image-column", metavar="NAME", help="column or key of the picture's path (image, file, ...)")
     table.add_argument(
         "--caption-columns",

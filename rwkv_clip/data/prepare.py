@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import time
-from pathlib import Path
 
 from ..errors import UserError
 from . import prepared, yfcc15m
+from .arguments import path
 
 # Each module offers DEFAULT_SIZE, recipe(size) -> dict and make(folder, size) -> statistics.
 DATA_SETS = {
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = parser.add_subparsers(dest="name", metavar="NAME", required=True)
     for name, (_, summary) in DATA_SETS.items():
         subparser = names.add_parser(name, help=summary, description=summary)
-        subparser.add_argument("out", type=Path, metavar="OUT", help="folder to make")
+        subparser.add_argument("out", type=path, metavar="OUT", help="folder to make")
         subparser.add_argument("--size", type=int, help="longer side of the pictures in pixels")
         subparser.set_defaults(prepare=_build)
     subparser = names.add_parser("yfcc15m", help=yfcc15m.SUMMARY, description=yfcc15m.SUMMARY)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import html
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -74,6 +75,28 @@ def tokenize(texts: str | list[str], context_length: int = CONTEXT_LENGTH) -> to
     import torch
 
     return torch.from_numpy(tokenize_numpy(texts, context_length).astype(np.int64))
+
+
+def decode(tokens: Sequence[int] | np.ndarray) -> list[str]:
+    """Captions as text, as the tokenizer saw them: in lower case, without start and end token and what follows it.
+
+    Args:
+        tokens: ids [..., T] of one caption or of several, of any dtype that holds them.
+
+    Raises:
+        ValueError: an id that is none of the vocabulary.
+    """
+    captions = np.atleast_2d(np.asarray(tokens).astype(np.int64))
+    texts = []
+    for caption in captions.reshape(-1, captions.shape[-1]):
+        filled = np.flatnonzero(caption)
+        ids = caption[: filled[-1] + 1].tolist() if len(filled) else []
+        if not all(0 <= i < VOCABULARY_SIZE for i in ids):
+            raise ValueError(f"token ids are 0 to {VOCABULARY_SIZE - 1}, got {min(ids)} to {max(ids)}")
+        ids = ids[1:] if ids[:1] == [START_TOKEN] else ids
+        ids = ids[:-1] if ids[-1:] == [END_TOKEN] else ids
+        texts.append(_tokenizer().decode(ids).strip() if ids else "")
+    return texts
 
 
 def shorten(tokens: torch.Tensor, context_length: int) -> torch.Tensor:

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from ..errors import UserError
 from . import hub
+from .arguments import path
 from .dataset import MANIFEST_NAME
 from .packing import pack
 from .sources import TokenColumns, open_source
@@ -34,10 +35,10 @@ TOKEN_COLUMNS = {"raw": (0, 76), "synthetic": (77, 153)}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("out", type=Path, metavar="OUT", help="folder to make; the same command goes on in it")
+    parser.add_argument("out", type=path, metavar="OUT", help="folder to make; the same command goes on in it")
     parser.add_argument(
         "--tokens",
-        type=Path,
+        type=path,
         metavar="FILE.npy",
         help="token ids of the raw (columns 0-76) and synthetic (77-153) captions, a row per picture; without it only "
         "the generated captions are packed",

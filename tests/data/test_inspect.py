@@ -180,13 +180,6 @@ def test_contact_sheet_shows_what_training_sees(with_broken_images, fixtures, tm
     assert sheet.getpixel((240 + 100, 100)) == (211, 211, 211)
 
 
-def test_contact_sheet_decodes_the_captions():
-    from rwkv_clip.data.contact_sheet import decode_captions
-
-    label = tokenize_numpy(["A dog, on a beach!", "", "!"]).astype(np.float32).reshape(-1)
-    assert [text.replace(" ", "") for text in decode_captions(label)] == ["adog,onabeach!", "", "!"]
-
-
 def test_contact_sheet_that_cannot_be_written_is_one_line(pairs, capsys):
     for out in ("/no/such/folder/grid.png", str(pairs / "grid.nonsense")):
         assert main(["inspect", str(pairs / "base"), "--show", "2", "--out", out]) == 2

@@ -20,6 +20,7 @@ from rwkv_clip.data import packing
 from rwkv_clip.data.dataset import open_dataset
 from rwkv_clip.data.packing import pack, shuffled
 from rwkv_clip.data.sources import open_source
+from rwkv_clip.data.sources.folder import FolderSource
 from rwkv_clip.data.tokenizer import tokenize_numpy
 from rwkv_clip.errors import UserError
 
@@ -410,6 +411,35 @@ def test_wrong_options_are_one_line(tmp_path, capsys, option, message):
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["pack", "", "out"], "a path is ''"),
+        (["pack", "in/pairs.tsv", " "], "a path is ' '"),
+        (["pack", "in/pairs.tsv", "out", "--images", ""], "a path is ''"),
+        (["pack", "in/pairs.tsv", "/"], "/ exists and is no packed data set"),
+        (["pack", "in/pairs.tsv", "/dev/null/out"], "cannot write /dev/null/out.partial"),
+        (["pack", "/dev/null", "out"], "/dev/null is no source that can be packed"),
+        (["pack", ".", "out"], ". holds no picture"),
+        (["inspect", ""], "a path is ''"),
+        (["inspect", "in", "--repair", ""], "a path is ''"),
+        (["prepare", "shapes", ""], "a path is ''"),
+    ],
+)
+def test_silly_paths_are_one_line(tmp_path, capsys, monkeypatch, arguments, message):
+    make_table(tmp_path / "in", 1)
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty" if "." in arguments else tmp_path)
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert not list(tmp_path.glob("**/out*"))
+
+
+def test_the_root_folder_is_a_folder_like_any_other():
+    assert open_source(Path("/")).kind == FolderSource.kind
 
 
 def test_the_report_counts_what_was_done(tmp_path, fixtures):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rwkv_clip.data import tokenizer
-from rwkv_clip.data.tokenizer import END_TOKEN, START_TOKEN, clean, shorten, tokenize, tokenize_numpy
+from rwkv_clip.data.tokenizer import END_TOKEN, START_TOKEN, clean, decode, shorten, tokenize, tokenize_numpy
 from rwkv_clip.errors import UserError
 
 
@@ -80,6 +80,16 @@ def test_any_text_gives_ids_in_range_framed_by_start_and_end(text):
 @given(st.text(alphabet="ab!? é<end_of_text>", max_size=200), st.integers(3, 77))
 def test_shortening_stored_ids_equals_tokenizing_with_the_shorter_context(text, context_length):
     assert (shorten(tokenize(text), context_length) == tokenize(text, context_length)).all()
+
+
+def test_ids_are_read_back_as_the_text_that_the_tokenizer_saw():
+    ids = tokenize_numpy(["A dog, on a beach!", "", "!", "don&#39;t"])
+    texts = ["a dog , on a beach !", "", "!", "don 't"]
+    assert [" ".join(text.split()) for text in decode(ids)] == texts
+    assert decode(ids.astype(np.float32)) == decode(ids) == decode(torch.from_numpy(ids.astype(np.int64)).numpy())
+    assert decode(ids[0]) == decode(ids[:1]) and decode(ids[0, :4].tolist())[0].split() == ["a", "dog", ","]
+    with pytest.raises(ValueError, match="token ids are 0 to 49407, got 3 to 49408"):
+        decode([3, 49408])
 
 
 def test_shorten_keeps_leading_dimensions_and_refuses_a_longer_context():

@@ -67,8 +67,8 @@ def _open(
             raise UserError(f"{option} is for tables with columns, and {path} is none")
     if tars:
         return WebDatasetSource(tars, captions)
-    prefix = path.with_name(path.name + ".rec")
-    if (path.is_dir() and any(path.glob("*.rec"))) or suffix in (".rec", ".idx") or prefix.exists():
+    with_suffix = Path(f"{path}.rec")
+    if (path.is_dir() and any(path.glob("*.rec"))) or suffix in (".rec", ".idx") or with_suffix.exists():
         return RecordsSource(path)
     if (path / "stats.json").exists() and (path / "train.tsv").exists():
         raise UserError(f"{path} is a prepared data set: pack {path / 'train.tsv'}")
