@@ -6,12 +6,18 @@ import pytest
 from rwkv_clip.errors import UserError
 from rwkv_clip.training.arguments import parse_arguments
 from rwkv_clip.training.config import (
-    REFUSED_KEYS,
     checkpoints_activations,
     fill_scheduler,
     precision_name,
     read_config,
     resolve_config,
+)
+from rwkv_clip.training.config_keys import (
+    KNOWN_KEYS,
+    OFFLOAD_KEYS,
+    REFUSED_IN_OFFLOAD,
+    REFUSED_IN_SECTION,
+    REFUSED_KEYS,
 )
 from rwkv_clip.training.engine import deepspeed_form, validate_config
 
@@ -110,6 +116,103 @@ def test_another_number_of_gpus_keeps_the_resumed_run_s_global_batch():
 def test_a_key_without_effect_is_refused_with_the_reason(key):
     message = refusal({key: {}, "train_micro_batch_size_per_gpu": 8})
     assert f"'{key}'" in message and REFUSED_KEYS[key] in message
+
+
+class _Spy(dict):
+    """A dictionary that remembers which keys are asked for."""
+
+    asked: set[str] = set()
+
+    def __contains__(self, key):
+        self.asked.add(key)
+        return super().__contains__(key)
+
+    def get(self, key, default=None):
+        return self[key] if key in self else default
+
+    def keys(self):
+        return self
+
+
+def test_every_key_that_deepspeed_reads_acts_here_or_is_refused_with_a_reason():
+    from deepspeed import DeepSpeedConfig
+
+    DeepSpeedConfig(_Spy({"train_micro_batch_size_per_gpu": 8}))
+    assert len(_Spy.asked) > 40
+    assert _Spy.asked - KNOWN_KEYS - REFUSED_KEYS.keys() == set()
+
+
+# The keys of sections that act here at stages 1 and 2; all other fields of DeepSpeed's have to be refused.
+ACTING = {
+    "zero_optimization": {
+        "stage",
+        "contiguous_gradients",
+        "reduce_scatter",
+        "reduce_bucket_size",
+        "use_multi_rank_bucket_allreduce",
+        "allgather_partitions",
+        "allgather_bucket_size",
+        "overlap_comm",
+        "offload_optimizer",
+        "ignore_unused_parameters",
+        "round_robin_gradients",
+        "parameter_alignment",
+        "enable_sanity_checks",
+    },
+    "bf16": {"enabled", "check_grad_overflow", "immediate_grad_update"},
+    "fp16": {
+        "enabled",
+        "loss_scale",
+        "initial_scale_power",
+        "loss_scale_window",
+        "hysteresis",
+        "consecutive_hysteresis",
+        "min_loss_scale",
+    },
+}
+
+
+@pytest.mark.parametrize("section", [*ACTING, "offload_optimizer"])
+def test_every_field_of_deepspeed_s_sections_acts_here_or_is_refused(section):
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig
+
+    model = {
+        "zero_optimization": DeepSpeedZeroConfig,
+        "bf16": DeepSpeedBF16Config,
+        "fp16": DeepSpeedFP16Config,
+        "offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
+    }[section]
+    names = set()
+    for name, field in model.model_fields.items():
+        names |= {name, *filter(None, [field.alias])}
+    refused = REFUSED_IN_OFFLOAD if section == "offload_optimizer" else REFUSED_IN_SECTION[section]
+    acting = OFFLOAD_KEYS if section == "offload_optimizer" else ACTING[section]
+    assert names - refused.keys() == acting
+
+
+@pytest.mark.parametrize(
+    ("values", "part"),
+    [
+        ({"zero_optimization": {"stage": 2, "stage3_max_live_parameters": 1}}, "'zero_optimization.stage3_max_live"),
+        ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "two all-gathers of each block"),
+        ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, 'write "offload_optimizer"'),
+        (
+            {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "nvme_path": "/x"}}},
+            "'zero_optimization.offload_optimizer.nvme_path'",
+        ),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "offload_optimizer needs ZeRO"),
+        ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "masters and moments stay fp32"),
+        ({"fp16": {"enabled": True, "auto_cast": True}}, "the model casts its images itself"),
+        ({"data_types": {"grad_acum_dtype": "fp32"}}, "did you mean 'grad_accum_dtype'"),
+        ({"checkpoint": {"load_universal": True}}, "converted on resume"),
+        ({"flops_profiler": {"enabled": True, "profile_steps": 5}}, "did you mean 'profile_step'"),
+        ({"optimizer": {"type": "AdamW", "parameters": {}}}, "unknown key 'optimizer.parameters'"),
+    ],
+)
+def test_a_key_of_a_section_without_effect_is_refused_with_the_reason(values, part):
+    assert part in refusal({"train_micro_batch_size_per_gpu": 8, **values})
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,105 @@
+"""Every file in ds_configs/ trains on two ranks, and those that differ only in where things are kept train alike."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from ranks import run_ranks
+
+from rwkv_clip.model.clip import RWKVCLIP
+from rwkv_clip.model.compile import compiled_forward
+from rwkv_clip.model.config import ImageConfig, ModelConfig, TextConfig
+from rwkv_clip.training import compilation
+from rwkv_clip.training.arguments import parse_arguments
+from rwkv_clip.training.config import read_config, resolve_config
+from rwkv_clip.training.engine import build_engine
+from rwkv_clip.training.loss import ClipLoss
+from rwkv_clip.training.step import train_step
+from rwkv_clip.training.weights import gather_weights
+
+FOLDER = Path(__file__).parents[2] / "ds_configs"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
+CONFIG = ModelConfig(
+    "tiny",
+    ImageConfig(image_size=16, patch_size=8, width=16, depth=2, num_heads=2, hidden_rate=2),
+    TextConfig(context_length=8, vocab_size=40, width=16, depth=2, num_heads=2, ffn_width=32),
+)
+BATCH, STEPS = 4, 3
+
+
+def train(name: str) -> tuple[list[float], list[bool], dict[str, np.ndarray], list[str]] | None:
+    """(losses, which steps were applied, fp32 weights, what DeepSpeed printed a word of); None if it cannot run here."""
+    import torch.distributed as dist
+    from deepspeed.accelerator import get_accelerator
+
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    path = FOLDER / f"{name}.json"
+    words = ["--model", "m", "--train-data", "d", "--output", "o", "--deepspeed_config", str(path)]
+    args = parse_arguments([*words, "--batch-size", str(BATCH), "--lr", "3e-4"])
+    config, _ = resolve_config(read_config(path), args, world_size)
+    if config["fp16"]["enabled"] and not get_accelerator().is_fp16_supported():
+        return None
+    if "compile" in config:  # on a CPU; traced and divided as on a GPU, without waiting for a compiler of kernels
+        config["compile"]["force"] = True
+        compilation.compiled_forward = partial(compiled_forward, backend="aot_eager_decomp_partition")
+    world = SimpleNamespace(
+        device=torch.device("cpu"),
+        place=SimpleNamespace(local_rank=rank, local_world_size=world_size),
+        gather=lambda text: [text],
+        wait=dist.barrier,
+    )
+    torch.manual_seed(0)
+    engine = build_engine(RWKVCLIP(CONFIG), config, args, world, lambda step: 1.0)
+    losses, applied = [], []
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        images = torch.randn(BATCH, 3, 16, 16, generator=generator)
+        tokens = torch.randint(1, 40, (BATCH, 8), generator=generator)
+        batch = SimpleNamespace(images=images, tokens=tokens)
+        result = train_step(engine, [batch], ClipLoss(group=engine.data_parallel_group))
+        losses.append(float(result.loss))
+        applied.append(result.applied)
+    weights = {name: value.numpy() for name, value in gather_weights(engine, {}).items()}
+    engine.destroy()
+    return losses, applied, weights
+
+
+def trainings() -> dict:
+    return {name: train(name) for name in NAMES}
+
+
+@pytest.fixture(scope="module")
+def runs() -> dict:
+    """name -> what `train` gave on rank 0."""
+    return run_ranks(2, trainings, timeout=300)[0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_trains_on_two_ranks_with_the_losses_of_fp32(runs, name: str) -> None:
+    if runs[name] is None:
+        pytest.skip("this CPU cannot compute in fp16")
+    losses, applied, _ = runs[name]
+    if "fp16" in name:  # the loss scale may still be on its way down
+        losses, applied = losses[:1], [True]
+    assert all(applied)
+    np.testing.assert_allclose(losses, runs["fp32"][0][: len(losses)], rtol=0.05)
+
+
+@pytest.mark.parametrize("name", ["zero2_bf16", "zero1_bf16_offload", "zero1_bf16_checkpointing", "zero1_bf16_profile"])
+def test_where_things_are_kept_does_not_change_the_weights(runs, name: str) -> None:
+    for key, value in runs["zero1_bf16"][2].items():
+        np.testing.assert_allclose(runs[name][2][key], value, rtol=1e-5, atol=1e-6, err_msg=key)
+
+
+def test_the_files_that_only_add_a_section_have_the_default_ones_values() -> None:
+    default = json.loads((FOLDER / "zero1_bf16.json").read_text())
+    for name in NAMES:
+        values = json.loads((FOLDER / f"{name}.json").read_text())
+        assert values["gradient_clipping"] == default["gradient_clipping"] == 1.0
+        assert values["train_micro_batch_size_per_gpu"] == values["gradient_accumulation_steps"] == "auto"
