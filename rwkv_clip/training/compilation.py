@@ -1,10 +1,18 @@
-"""Compiling the towers' blocks at the start of a run, and going on without when that does not work here."""
+"""Compiling the towers' blocks at the start of a run, and going on without when that does not work here.
+
+Nothing is compiled later: the blocks are called with these shapes alone, and no rank ever compiles while others wait
+for it in a collective, which has a time limit.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
+import os
+import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,7 +21,7 @@ from torch import Tensor, nn
 from ..errors import UserError
 from ..model.clip import RWKVCLIP
 from ..model.compile import RECOMPUTE, compiled_forward
-from .distributed import World
+from .distributed import World, available_cores
 from .log import logger
 
 # Set to true, each key does what it says; "force" compiles on the CPU too.
@@ -22,6 +30,8 @@ KEYS = {"enabled": bool, "force": bool, "recompute": str, "options": dict}
 # Largest difference of a compiled gradient, as a share of the eager one's norm and of the largest norm of all. Rounding
 # in bf16 stays far below, a wrong kernel does not.
 _OWN_SHARE, _LARGEST_SHARE = 0.2, 0.02
+REMINDER = 30.0
+"""Seconds between two lines of the log while the compiler works."""
 
 
 def check_section(section: dict[str, Any], source: str) -> None:
@@ -56,13 +66,17 @@ def compile_towers(model: RWKVCLIP, config: dict[str, Any], world: World, with_r
     started = time.monotonic()
     # Errors in what the user wrote end the run; those of the compiler do not.
     forward = compiled_forward(section.get("recompute", "elementwise"), section.get("options"))
+    logger.info("compiling the blocks, which takes a minute or two without what an earlier run left in %s", _cache())
     problem = ""
-    try:
-        with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):
-            for tower, block, arguments in _examples(model, config["train_micro_batch_size_per_gpu"]):
-                _try(tower, block, arguments, forward, with_replay)
-    except Exception as error:  # whatever a compiler, its tools or its kernels raise
-        problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    with _first_on_its_machine_compiles(world), _reminders(started):
+        try:
+            with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):
+                for tower, block, arguments in _examples(model, config["train_micro_batch_size_per_gpu"]):
+                    began = time.monotonic()
+                    _try(tower, block, arguments, forward, with_replay)
+                    logger.info("the %s tower's block is compiled: %.1f s", tower, time.monotonic() - began)
+        except Exception as error:  # whatever a compiler, its tools or its kernels raise
+            problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     if world.device.type == "cuda":  # the trial's activations are no part of what the run needs
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(world.device)
@@ -77,8 +91,52 @@ def compile_towers(model: RWKVCLIP, config: dict[str, Any], world: World, with_r
         return False
     for tower in (model.image_model, model.text_model):
         tower.block_runner.compiled_forward = forward
-    logger.info("compiling the blocks: %.1f s", time.monotonic() - started)
+    logger.info("the blocks run compiled: %.1f s", time.monotonic() - started)
     return True
+
+
+def _cache() -> str:
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return cache_dir()
+
+
+@contextlib.contextmanager
+def _first_on_its_machine_compiles(world: World) -> Iterator[None]:
+    """The others wait, and then take the compiled code from its cache on the disk.
+
+    All at once would do the same work many times over, on the same cores. They wait at the store, not in a collective,
+    so no time limit ends a slow compiler.
+    """
+    from torch._inductor import config
+
+    first = world.place.local_rank == 0
+    if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
+        ranks = 1 if first else world.place.local_world_size
+        config.compile_threads = max(1, min(32, available_cores() // ranks))
+    if not first:
+        world.wait()
+    yield
+    if first:
+        world.wait()
+
+
+@contextlib.contextmanager
+def _reminders(started: float) -> Iterator[None]:
+    """A line now and then, as a silent start looks like one that hangs."""
+    ended = threading.Event()
+
+    def remind() -> None:
+        while not ended.wait(REMINDER):
+            logger.info("still compiling, after %.0f s", time.monotonic() - started)
+
+    thread = threading.Thread(target=remind, name="compile reminders", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def _examples(model: RWKVCLIP, batch: int) -> list[tuple[str, nn.Module, tuple[Any, ...]]]:
