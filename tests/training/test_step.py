@@ -14,22 +14,27 @@ from tiny import make_engine, make_model, make_pairs, micro_batches
 from rwkv_clip.errors import UserError
 from rwkv_clip.training.loss import ClipLoss
 from rwkv_clip.training.optimizer import build_optimizer
+from rwkv_clip.training.sigmoid_loss import SigmoidLoss
 from rwkv_clip.training.step import RandomState, train_step
 
 PAIRS, STEPS, LR = 48, 10, 1e-2
+LOSSES = {"clip": ClipLoss, "siglip": SigmoidLoss}
+
+
+def textbook_loss(image, text, scale, bias=None):
+    logits = scale * image @ text.T
+    if bias is not None:
+        return -F.logsigmoid((2 * torch.eye(len(image)) - 1) * (logits + bias)).sum() / len(image)
+    labels = torch.arange(len(image))
+    return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
 
 
 def textbook_step(model, optimizer, batches, whole: bool):
     """A step in plain PyTorch over micro batches: all pairs as negatives (whole), or the mean of each batch's loss."""
     features = [model(batch.images, batch.tokens) for batch in batches]
     if whole:
-        features = [(torch.cat([f[0] for f in features]), torch.cat([f[1] for f in features]), features[-1][2])]
-    losses = []
-    for image, text, scale in features:
-        logits = scale * image @ text.T
-        labels = torch.arange(len(image))
-        losses.append((F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2)
-    loss = torch.stack(losses).mean()
+        features = [(torch.cat([f[0] for f in features]), torch.cat([f[1] for f in features]), *features[-1][2:])]
+    loss = torch.stack([textbook_loss(*each) for each in features]).mean()
     optimizer.zero_grad()
     loss.backward()
     gradients = {name: parameter.grad.numpy().copy() for name, parameter in model.named_parameters()}
@@ -38,9 +43,11 @@ def textbook_step(model, optimizer, batches, whole: bool):
 
 
 @cache
-def textbook_run(accumulation: int = 1, whole: bool = True, dropout: float = 0.0, steps: int = STEPS):
+def textbook_run(
+    accumulation: int = 1, whole: bool = True, dropout: float = 0.0, steps: int = STEPS, loss: str = "clip"
+):
     """Losses, the first step's gradients and the last weights of plain PyTorch in float32."""
-    model = make_model(dropout=dropout)
+    model = make_model(dropout=dropout, with_logit_bias=loss == "siglip")
     optimizer = build_optimizer(model, lr=LR, weight_decay=0.1)
     losses, first = [], None
     for step in range(steps):
@@ -52,15 +59,24 @@ def textbook_run(accumulation: int = 1, whole: bool = True, dropout: float = 0.0
     return losses, first, {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
 
 
-def engine_run(accumulation: int, mode: str, stage: int, precision: str, dropout: float = 0.0, steps: int = STEPS):
+def engine_run(
+    accumulation: int,
+    mode: str,
+    stage: int,
+    precision: str,
+    dropout: float = 0.0,
+    steps: int = STEPS,
+    loss: str = "clip",
+    chunk: int = 5,
+):
     """The same through an engine on this rank's share of the pairs."""
     import torch.distributed as dist
     from deepspeed.utils import safe_get_full_grad
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    model = make_model(dropout=dropout)
+    model = make_model(dropout=dropout, with_logit_bias=loss == "siglip")
     engine = make_engine(model, PAIRS // world_size // accumulation, accumulation, stage, precision, lr=LR)
-    loss_fn = ClipLoss(group=engine.data_parallel_group, chunk=5)
+    loss_fn = LOSSES[loss](group=engine.data_parallel_group, chunk=chunk)
     losses, first = [], {}
 
     def recording_step(step=engine.step):
@@ -98,11 +114,18 @@ def assert_same_run(run, wanted, setting=None, gradient_tolerance=1e-4, weight_t
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_O1_any_number_of_ranks_and_micro_batches_trains_as_one_rank_with_the_whole_batch(world_size):
-    settings = [(1, "global", 1, "fp32"), (4, "global", 1, "fp32"), (2, "global", 2, "fp32")]
+    # Accumulated micro batches, how their negatives are taken, ZeRO stage, ..., loss, rows of logits at once.
+    settings = [
+        (1, "global", 1, "fp32", 0.0, STEPS, "clip", 0),
+        (4, "global", 1, "fp32", 0.0, STEPS, "clip", 5),
+        (2, "global", 2, "fp32", 0.0, STEPS, "clip", 5),
+        (1, "global", 1, "fp32", 0.0, STEPS, "siglip", 0),
+        (4, "global", 1, "fp32", 0.0, STEPS, "siglip", 5),
+    ]
     runs = zip(*run_ranks(world_size, engine_runs, settings), strict=True)
     for setting, by_rank in zip(settings, runs, strict=True):
         for run in by_rank:
-            assert_same_run(run, textbook_run(), setting)
+            assert_same_run(run, textbook_run(loss=setting[6]), setting)
 
 
 def test_O5_plain_accumulation_takes_the_mean_of_its_micro_gradients():
@@ -129,29 +152,34 @@ def test_bf16_engines_agree_at_any_split_as_far_as_bf16_goes():
                 assert error < 0.05, name
 
 
-def schedule_run():
-    """Rates used by the 8 updates of 64 records, 2 ranks, batches of 8, 2 epochs, and the rate afterwards."""
+def schedule_run(accumulation: int, mode: str):
+    """Rates used by the 8 updates of 64 records, 2 ranks, 8 pairs a rank and step, 2 epochs, and the rate after."""
     import torch.distributed as dist
 
     from rwkv_clip.training.schedule import lr_lambda
 
     steps_per_epoch = 64 // (8 * dist.get_world_size())
     factor = lr_lambda("cosine", total_steps=2 * steps_per_epoch, warmup_steps=2, minimum=0.1)
-    engine = make_engine(make_model(), 8, lr=1.0, schedule=factor)
+    engine = make_engine(make_model(), 8 // accumulation, accumulation, lr=1.0, schedule=factor)
     rates = []
     for step in range(2 * steps_per_epoch):
         rates.append(engine.get_lr()[0])
-        pairs = make_pairs(16, seed=step)
-        train_step(engine, micro_batches(pairs, dist.get_rank(), 2, 1), ClipLoss(group=engine.data_parallel_group))
+        batches = micro_batches(make_pairs(16, seed=step), dist.get_rank(), 2, accumulation)
+        train_step(engine, batches, ClipLoss(group=engine.data_parallel_group), mode)
     return rates, engine.get_lr(), engine.global_steps
 
 
-def test_O7_eight_updates_end_at_the_minimum_rate():
-    for rates, after, updates in run_ranks(2, schedule_run):
-        assert updates == 8
-        assert rates[:2] == pytest.approx([0.5, 1.0])
-        assert rates[-1] == pytest.approx(0.1)
-        assert after == pytest.approx([0.1, 0.1])
+def schedule_runs(settings):
+    return [schedule_run(*setting) for setting in settings]
+
+
+def test_O7_eight_updates_end_at_the_minimum_rate_with_any_accumulation():
+    for runs in run_ranks(2, schedule_runs, [(1, "global"), (4, "global"), (2, "micro")]):
+        for rates, after, updates in runs:
+            assert updates == 8
+            assert rates[:2] == pytest.approx([0.5, 1.0])
+            assert rates[-1] == pytest.approx(0.1)
+            assert after == pytest.approx([0.1, 0.1])
 
 
 def test_random_state_of_the_cpu_comes_back():

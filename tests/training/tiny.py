@@ -13,9 +13,9 @@ WIDTH, TOKENS, VOCABULARY, PIXELS = 12, 6, 20, 8
 
 
 class TinyTowers(nn.Module):
-    """Dropout in both towers, a precise `time_decay`, norms, biases and a bounded temperature."""
+    """Dropout in both towers, a precise `time_decay`, norms, biases and a bounded temperature; perhaps a logit bias."""
 
-    def __init__(self, dropout: float = 0.0, depth: int = 1):
+    def __init__(self, dropout: float = 0.0, with_logit_bias: bool = False):
         super().__init__()
         self.logit_scale = nn.Parameter(torch.tensor([math.log(1 / 0.07)]))
         self.image_model = nn.Sequential(nn.Linear(3 * PIXELS * PIXELS, WIDTH), nn.LayerNorm(WIDTH))
@@ -25,12 +25,14 @@ class TinyTowers(nn.Module):
         self.time_decay = nn.Parameter(torch.linspace(-6, -1, WIDTH).view(1, 1, WIDTH))
         self.pos_embed = nn.Parameter(torch.randn(1, WIDTH) / 10)
         self.dropout = dropout
-        for name in ("logit_scale", "time_decay"):
+        self.logit_bias = nn.Parameter(torch.tensor([-10.0])) if with_logit_bias else None
+        self.precise_names = ["logit_scale", "time_decay"] + ["logit_bias"] * with_logit_bias
+        for name in self.precise_names:
             parameter = getattr(self, name)
             self.register_buffer(f"{name}_precise", parameter.detach().clone(), persistent=False)
 
     def precise_parameters(self):
-        return {name: (getattr(self, name), getattr(self, f"{name}_precise")) for name in ("logit_scale", "time_decay")}
+        return {name: (getattr(self, name), getattr(self, f"{name}_precise")) for name in self.precise_names}
 
     def _precise(self, name):
         parameter, buffer = self.precise_parameters()[name]
@@ -42,16 +44,14 @@ class TinyTowers(nn.Module):
         mixed = self.text_model["emb"](tokens).float() * torch.exp(-torch.exp(self._precise("time_decay")))
         text = F.dropout(self.text_model["ln"](mixed.to(dtype)).mean(1), self.dropout, self.training)
         text = self.text_model["out"](text)
-        return (
-            F.normalize(image.float(), dim=-1),
-            F.normalize(text.float(), dim=-1),
-            self._precise("logit_scale").float().exp(),
-        )
+        image, text = F.normalize(image.float(), dim=-1), F.normalize(text.float(), dim=-1)
+        scale = self._precise("logit_scale").float().exp()
+        return (image, text, scale) if self.logit_bias is None else (image, text, scale, self._precise("logit_bias"))
 
 
-def make_model(seed: int = 0, dropout: float = 0.0) -> TinyTowers:
+def make_model(seed: int = 0, dropout: float = 0.0, with_logit_bias: bool = False) -> TinyTowers:
     torch.manual_seed(seed)
-    return TinyTowers(dropout)
+    return TinyTowers(dropout, with_logit_bias)
 
 
 def make_pairs(count: int, seed: int = 1) -> SimpleNamespace:
