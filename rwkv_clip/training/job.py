@@ -110,13 +110,13 @@ def _build_model(plan: Plan) -> RWKVCLIP:
     if plan.args.loss == "siglip":
         model.add_logit_bias()
     if plan.pretrained is not None:
-        _load_pretrained(model, plan.pretrained)
+        load_pretrained(model, plan.pretrained)
         plan.pretrained = None
     lock_towers(model, plan.args.lock_image, plan.args.lock_text)
     return model
 
 
-def _load_pretrained(model: RWKVCLIP, weights: dict[str, Tensor]) -> None:
+def load_pretrained(model: RWKVCLIP, weights: dict[str, Tensor]) -> None:
     """Weights that fit the model, though they may come from a run with the other loss."""
     if model.logit_bias is None:
         weights.pop(LOGIT_BIAS, None)

@@ -249,6 +249,7 @@ def test_an_optimizer_section_takes_its_values_from_the_flags():
 def test_a_scheduler_section_excludes_the_schedule_s_flags_and_learns_the_run_s_length():
     values = {"train_micro_batch_size_per_gpu": 8, "scheduler": {"type": "WarmupCosineLR"}}
     assert "--warmup" in refusal(values, "--warmup", "0.2")
+    assert "--image-lr-factor" in refusal(values, "--image-lr-factor", "0.2")
     config, _ = resolve(values)
     fill_scheduler(config, total_steps=100, warmup_steps=10, lr=1e-3)
     assert config["scheduler"]["params"] == {"total_num_steps": 100, "warmup_num_steps": 10}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import rwkv_clip
-from rwkv_clip.training.optimizer import build_optimizer, parameter_groups
+from rwkv_clip.training.optimizer import LRFactors, build_optimizer, learning_rates, parameter_groups
 from rwkv_clip.training.schedule import lr_lambda
 
 
@@ -46,6 +46,41 @@ def test_O9_the_groups_carry_the_decay_and_the_rate(model):
         "decay": (0.2, 1e-3),
         "no_decay": (0.0, 1e-3),
     }
+
+
+def test_towers_and_decays_may_learn_at_their_own_rates_under_the_schedule(model):
+    factors = LRFactors(image=0.1, decay=2.0)
+    optimizer = build_optimizer(model, lr=1e-2, weight_decay=0.2, factors=factors)
+    rate_of = {id(p): (group["lr"], group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]}
+    names = dict(model.named_parameters())
+    assert len(rate_of) == len(names)
+    for name, rate, decay in (
+        ("image_model.layers.0.att.key.weight", 1e-3, 0.2),
+        ("image_model.layers.0.att.time_decay", 2e-3, 0.0),
+        ("image_model.pos_embed", 1e-3, 0.0),
+        ("text_model.blocks.1.att.key.weight", 1e-2, 0.2),
+        ("text_model.blocks.1.att.time_decay", 2e-2, 0.0),
+        ("text_model.blocks.1.att.time_decay_w1", 1e-2, 0.0),
+        ("logit_scale", 1e-2, 0.0),
+    ):
+        assert rate_of[id(names[name])] == (pytest.approx(rate), decay), name
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_lambda("linear", 3, 0))
+    optimizer.step()
+    scheduler.step()
+    assert learning_rates(optimizer.param_groups) == pytest.approx(
+        {
+            "learning_rate": 5e-3,
+            "learning_rate/image": 5e-4,
+            "learning_rate/image_time_decay": 1e-3,
+            "learning_rate/text": 5e-3,
+            "learning_rate/text_time_decay": 1e-2,
+        }
+    )
+
+
+def test_one_rate_for_all_is_one_curve(model):
+    optimizer = build_optimizer(model, lr=1e-2)
+    assert learning_rates(optimizer.param_groups) == {"learning_rate": 1e-2}
 
 
 def test_frozen_parameters_are_in_no_group_and_no_group_is_empty(model):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from ranks import run_ranks
 from tiny import make_engine, micro_batches
 
@@ -16,6 +17,7 @@ from rwkv_clip.model.config import ImageConfig, ModelConfig, TextConfig
 from rwkv_clip.model.published import published_state_dict
 from rwkv_clip.training.loss import ClipLoss
 from rwkv_clip.training.masters import set_masters
+from rwkv_clip.training.optimizer import build_optimizer
 from rwkv_clip.training.step import train_step
 
 CONFIG = ModelConfig(
@@ -34,17 +36,20 @@ def make_pairs(seed: int):
     )
 
 
+def use_plain_operator():
+    """It needs no compiler and waits for no other process's build."""
+    from rwkv_clip.ops import implementation
+    from rwkv_clip.ops.wkv6_torch import wkv6_torch_backward, wkv6_torch_forward
+
+    plain = implementation.Implementation("torch", wkv6_torch_forward, wkv6_torch_backward)
+    sys.modules["rwkv_clip.ops.wkv6"].implementation = lambda device_type: plain
+
+
 def train(accumulation: int, precision: str, checkpointed: bool, steps: int = 2):
     import deepspeed
     import torch.distributed as dist
 
-    from rwkv_clip.ops import implementation
-    from rwkv_clip.ops.wkv6_torch import wkv6_torch_backward, wkv6_torch_forward
-
-    # The plain operator, which needs no compiler and waits for no other process's build.
-    plain = implementation.Implementation("torch", wkv6_torch_forward, wkv6_torch_backward)
-    sys.modules["rwkv_clip.ops.wkv6"].implementation = lambda device_type: plain
-
+    use_plain_operator()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     model = RWKVCLIP(CONFIG).train()
@@ -63,13 +68,37 @@ def train(accumulation: int, precision: str, checkpointed: bool, steps: int = 2)
     return losses, weights
 
 
+def train_at_once(accumulation: int, world_size: int, steps: int = 2):
+    """Plain PyTorch, fp32, all ranks' micro batches in one graph, each with its rank's random numbers."""
+    use_plain_operator()
+    torch.manual_seed(0)
+    model = RWKVCLIP(CONFIG).train()
+    optimizer = build_optimizer(model, lr=1e-3, weight_decay=0.1)
+    losses = []
+    for step in range(steps):
+        features = []
+        for rank in range(world_size):
+            torch.manual_seed(100 * step + rank)
+            for batch in micro_batches(make_pairs(step), rank, world_size, accumulation):
+                features.append(model(batch.images, batch.tokens))
+        images, texts, scales = zip(*features, strict=True)
+        logits = scales[0] * torch.cat(images) @ torch.cat(texts).T
+        labels = torch.arange(PAIRS)
+        loss = (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, {name: value.numpy() for name, value in published_state_dict(model).items()}
+
+
 def trainings(settings):
     return [train(*setting) for setting in settings]
 
 
 @pytest.fixture(scope="module")
 def runs():
-    settings = [(1, "bf16", False)]
+    settings = [(1, "bf16", False), (1, "fp32", False)]
     settings += [(3, precision, checkpointed) for precision in ("fp32", "bf16") for checkpointed in (False, True)]
     return dict(zip(settings, zip(*run_ranks(2, trainings, settings), strict=True), strict=True))
 
@@ -85,6 +114,16 @@ def test_M7_a_bf16_zero1_run_starts_and_exports_the_temperature_as_a_number(runs
 def test_ranks_end_with_the_same_weights(runs):
     for (_, first), (_, second) in runs.values():
         assert all(np.array_equal(first[name], second[name]) for name in first)
+
+
+def test_accumulation_with_drop_path_and_dropout_on_two_ranks_takes_the_whole_batch_s_steps(runs):
+    losses, weights = runs[(3, "fp32", False)][0]
+    ((wanted_losses, wanted),) = run_ranks(1, train_at_once, 3, 2)
+    assert losses == pytest.approx(wanted_losses, rel=1e-5)
+    for name, value in wanted.items():
+        np.testing.assert_allclose(weights[name], value, atol=1e-5, err_msg=name)
+    # The regularisation counts: other random numbers, another loss.
+    assert abs(losses[0] - runs[(1, "fp32", False)][0][0][0]) > 1e-3
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
