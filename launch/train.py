@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import sys
+from argparse import Namespace
 
 # PyTorch's warnings about a lost peer are pages of C++ frames; which peer and why is said here in a line.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -21,40 +22,39 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 from rwkv_clip.errors import UserError, report
 from rwkv_clip.training.arguments import parse_arguments
 from rwkv_clip.training.distributed import CommonError, World, choose_device, meet, start_collectives
-from rwkv_clip.training.launcher import check_launcher, find_place
+from rwkv_clip.training.launcher import Place, check_launcher, find_place
 from rwkv_clip.training.log import logger, start_log
-from rwkv_clip.training.signals import StopRequest
-from rwkv_clip.training.watchdog import Watchdog, announce_failure, failure_elsewhere
+from rwkv_clip.training.signals import Interrupted, StopRequest
+from rwkv_clip.training.watchdog import Watchdog, announce_failure, announce_stop, failure_elsewhere
+
+# Of the parsed arguments, those in which the ranks of one job differ.
+OWN_ARGUMENTS = ("given", "local_rank")
 
 
 def main() -> int:
     """The exit status: 0 when the run is complete or was asked to stop, 2 for a user's mistake, 1 for a failure."""
     world: World | None = None
+    stop = StopRequest()
+    stop.install()
     try:
-        args = parse_arguments()
-        place = find_place(args.local_rank)
-        check_launcher(place)
-        if args.expect_world_size not in (None, place.world_size):
-            raise UserError(
-                f"--expect-world-size is {args.expect_world_size} but {place.world_size} process(es) were started "
-                f"({place.launcher}): check the hostfile and the launcher's settings"
-            )
-        start_log(place.rank == 0)
-        device = choose_device(place)
-        job = repr(sorted((name, value) for name, value in vars(args).items() if name not in ("given", "local_rank")))
-        world = meet(place, device, args.start_timeout, job)
-        place.export()
-        stop = StopRequest()
-        watchdog = Watchdog(world, job, stop)
-        watchdog.start()
-        start_collectives(world)
+        with stop.interruptible():
+            args, place = _read_place()
+            device = choose_device(place)
+            job = repr(sorted((name, value) for name, value in vars(args).items() if name not in OWN_ARGUMENTS))
+            world = meet(place, device, args.start_timeout, job)
+            place.export()
+            watchdog = Watchdog(world, stop)
+            watchdog.start()
+            start_collectives(world)
 
-        from rwkv_clip.training.job import run_job  # after the device is chosen: it imports DALI and DeepSpeed
+            from rwkv_clip.training.job import run_job  # after the device is chosen: it imports DALI and DeepSpeed
 
         run_job(args, world, stop)
         world.wait()
         watchdog.stop()
         return 0
+    except Interrupted:
+        return _leave_start(world, stop)
     except UserError as error:
         if world is None or world.is_first or not isinstance(error, CommonError):
             report(error)
@@ -62,6 +62,10 @@ def main() -> int:
             announce_failure(world, str(error))
         return 2
     except BaseException as error:
+        if world is None and isinstance(error, SystemExit):
+            return int(error.code or 0)  # --help
+        if world is not None and stop.requested and not stop.training_began:
+            return _leave_start(world, stop)  # a peer that was asked to stop broke off what this rank was doing
         cause = failure_elsewhere(world) if world is not None else None
         if cause is None:
             logger.exception("rank %s failed", world.rank if world else os.environ.get("RANK", 0))
@@ -73,6 +77,31 @@ def main() -> int:
     finally:
         if world is not None:
             world.leave()
+
+
+def _read_place() -> tuple[Namespace, Place]:
+    """The arguments, and which process this is, as the launcher says."""
+    args = parse_arguments()
+    place = find_place(args.local_rank)
+    check_launcher(place)
+    if args.expect_world_size not in (None, place.world_size):
+        raise UserError(
+            f"--expect-world-size is {args.expect_world_size} but {place.world_size} process(es) were started "
+            f"({place.launcher}): check the hostfile and the launcher's settings"
+        )
+    start_log(place.rank == 0)
+    return args, place
+
+
+def _leave_start(world: World | None, stop: StopRequest) -> int:
+    """Asked to stop before training began: tell the other ranks, and leave. The exit status."""
+    line = f"stopped by {stop.reason} before training began: nothing to save"
+    if world is None:
+        print(line, flush=True)  # there may be no log yet
+    else:
+        announce_stop(world, stop)
+        logger.info(line)
+    return 0
 
 
 if __name__ == "__main__":

@@ -7,16 +7,18 @@
         frozen.pt                         fp32 weights of a locked tower, if there is one
         ema_00000.pt                      each rank's part of the averaged weights, if there are any (see ema.py)
 
-A save is written under `step_00001000.tmp` and renamed when every rank has finished, so a folder with its final name is
-whole unless somebody damaged it later; `find` tells by the sizes in state.json.
+A save is copied to host memory in the step, written by a thread under `step_00001000.tmp`, and renamed when every rank
+has finished, so a folder with its final name is whole unless somebody damaged it later; `verify` tells by the sizes and
+the checksum in state.json.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
 import re
 import shutil
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,16 +27,19 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
+from ..model import averaged
+from .background import BackgroundWriter, reason
 from .distributed import World
 from .ema import WeightAverage
 from .log import logger
-from .run_folder import write_text
+from .run_folder import sync_folder, write_text
+from .snapshot import engine_files
 from .step import RandomState
 
 STATE = "state.json"
 FROZEN = "frozen.pt"
 LATEST = "latest"
-FORMAT = 1
+FORMAT = 2
 _NAME = re.compile(r"step_(\d{8,})$")
 
 
@@ -55,13 +60,16 @@ def verify(folder: Path) -> dict[str, Any]:
     """state.json of a checkpoint of which every file is there in full; `UserError` otherwise."""
     try:
         state = json.loads((folder / STATE).read_text(encoding="utf-8"))
-        files = dict(state["files"])
-        Position(**state["position"])
-    except (OSError, ValueError, KeyError, TypeError):
-        raise UserError(f"{folder} is not a complete checkpoint: {STATE} is missing or damaged") from None
-    if state.get("format") != FORMAT:
-        raise UserError(f"{folder} was written by another version (format {state.get('format')}, expected {FORMAT})")
-    for name, size in files.items():
+        found = state.pop("format"), state.pop("checksum", None)
+    except OSError as error:
+        raise UserError(f"{folder} is not a complete checkpoint: no {STATE} ({error.strerror}); use another") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(f"{folder} is not a complete checkpoint: {STATE} is damaged; use another") from None
+    if found[0] != FORMAT:
+        raise UserError(f"{folder} was written by another version (format {found[0]}, expected {FORMAT}); use another")
+    if found[1] != _checksum(state):
+        raise UserError(f"{folder}: {STATE} was changed after it was written; put it back, or use another checkpoint")
+    for name, size in state["files"].items():
         path = folder / name
         found = path.stat().st_size if path.is_file() else None
         if found != size:
@@ -70,11 +78,18 @@ def verify(folder: Path) -> dict[str, Any]:
     return state
 
 
+def _checksum(state: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+
+
 def complete_checkpoints(folder: Path) -> list[Path]:
     """Folders named like checkpoints in `folder`, newest first; they still have to be verified."""
     if not folder.is_dir():
         return []
-    found = [(int(match.group(1)), path) for path in folder.iterdir() if (match := _NAME.match(path.name))]
+    try:
+        found = [(int(match.group(1)), path) for path in folder.iterdir() if (match := _NAME.match(path.name))]
+    except OSError as error:
+        raise UserError(f"cannot read the checkpoints in {folder}: {error.strerror}") from None
     return [path for _, path in sorted(found, reverse=True)]
 
 
@@ -115,7 +130,10 @@ def find_checkpoint(resume: str, own: Path) -> tuple[Path, dict[str, Any]] | Non
 
 def _compare_latest(folder: Path, chosen: Path) -> None:
     latest = folder / LATEST
-    named = latest.read_text(encoding="utf-8").strip() if latest.is_file() else None
+    try:
+        named = latest.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        named = None
     if named != chosen.name:
         says = "is missing" if named is None else f"says '{named}'"
         logger.warning("%s %s; going on from the newest complete checkpoint, %s", latest, says, chosen.name)
@@ -125,6 +143,7 @@ class Checkpoints:
     """Saves and loads of one run.
 
     folder: the run's checkpoints. keep_last: newest ones to keep. keep_every: steps whose multiples are kept too.
+    `saved_step` is the step of the last save, which `finish` completes.
     """
 
     def __init__(self, world: World, folder: Path, keep_last: int, keep_every: int | None) -> None:
@@ -133,15 +152,26 @@ class Checkpoints:
         self._keep_last = keep_last
         self._keep_every = keep_every
         self._bytes = 0
+        self._writer = BackgroundWriter(world)
         self.saved_step: int | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank knows that the save under way cannot be completed; `finish` then raises on all ranks."""
+        return self._writer.has_failed
 
     def prepare(self, resumed_from: Path | None) -> None:
         """Clear away what interrupted saves left, and set newer checkpoints aside when the run goes back. Rank 0."""
-        for path in self._folder.iterdir():
-            if path.suffix == ".tmp":
-                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
-        if resumed_from is None or resumed_from.parent.resolve() != self._folder.resolve():
-            return
+        try:
+            for path in self._folder.iterdir():
+                if path.suffix == ".tmp":
+                    shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+            if resumed_from is not None and resumed_from.parent.resolve() == self._folder.resolve():
+                self._set_aside(resumed_from)
+        except OSError as error:
+            raise UserError(f"cannot write to {self._folder}: {error.strerror}; make it writable") from None
+
+    def _set_aside(self, resumed_from: Path) -> None:
         for path in complete_checkpoints(self._folder):
             if path.name > resumed_from.name:
                 aside = path.with_name(f"{path.name}.set_aside")
@@ -156,36 +186,50 @@ class Checkpoints:
         state: dict[str, Any],
         frozen: dict[str, Tensor],
         average: WeightAverage | None = None,
-    ) -> Path:
-        """Write a checkpoint; every rank calls it after the same step.
+    ) -> None:
+        """Begin a checkpoint; every rank calls it after the same step, and may change its weights when it returns.
 
-        state: JSON-able description kept with it. frozen: fp32 weights that no optimizer holds. Raises `UserError`
-        when it cannot be written; what is there stays as it is.
+        state: JSON-able description kept with it. frozen: fp32 weights that no optimizer holds, which never change.
+        Raises `UserError` when this save cannot be begun, or the one before could not be completed; what is there stays
+        as it is.
         """
-        world = self._world
+        self.finish()
+        world, started = self._world, time.perf_counter()
         final = self._folder / checkpoint_name(position.step)
         temporary = final.with_name(final.name + ".tmp")
         with world.together():
             if world.is_first:
                 self._make_room(temporary)
         try:
-            engine.save_checkpoint(str(self._folder), tag=temporary.name, save_latest=False)
-            torch.save(_random_state(world), temporary / _random_name(world))
-            if average is not None:
-                average.save(temporary)
-            if world.is_first and frozen:
-                torch.save(frozen, temporary / FROZEN)
+            files = engine_files(engine, temporary)
         except (OSError, RuntimeError) as error:
             # Others may be waiting inside DeepSpeed's save; they learn of it through the watchdog.
-            raise UserError(f"cannot write the checkpoint {temporary}: {_reason(error, self._folder)}") from error
-        with world.together():
-            if world.is_first:
-                try:
-                    self._publish(temporary, final, position, state)
-                except OSError as error:
-                    raise UserError(f"cannot finish the checkpoint {final}: {_reason(error, self._folder)}") from error
+            raise UserError(f"cannot write the checkpoint {temporary}: {reason(error, self._folder)}") from error
+        files[temporary / _random_name(world)] = _random_state(world)
+        shard = average.shard() if average is not None else None
+        if shard is not None:
+            files[temporary / averaged.file_name(world.rank)] = shard
+        if world.is_first and frozen:
+            files[temporary / FROZEN] = frozen
+        content = json.loads(
+            json.dumps({"position": asdict(position), **state})
+        )  # as it is now, and as it will be read
+        copied = time.perf_counter() - started
+
+        def complete(sizes: dict[str, int]) -> None:
+            try:
+                self._publish(temporary, final, content | {"files": sizes})
+            except OSError as error:
+                raise UserError(f"cannot finish the checkpoint {final}: {reason(error, self._folder)}") from error
+            seconds = time.perf_counter() - started
+            logger.info("saved %s in %.1f s, of which training waited %.2f s", final, seconds, copied)
+
+        self._writer.start(files, complete)
         self.saved_step = position.step
-        return final
+
+    def finish(self) -> None:
+        """Wait for the save under way; every rank calls it. `UserError` on all ranks if it could not be completed."""
+        self._writer.finish()
 
     def _make_room(self, temporary: Path) -> None:
         try:
@@ -193,7 +237,7 @@ class Checkpoints:
             temporary.mkdir(parents=True)
             free = shutil.disk_usage(self._folder).free
         except OSError as error:
-            raise UserError(f"cannot write the checkpoint {temporary}: {_reason(error, self._folder)}") from None
+            raise UserError(f"cannot write the checkpoint {temporary}: {reason(error, self._folder)}") from None
         if free < self._bytes:
             shutil.rmtree(temporary, ignore_errors=True)
             raise UserError(
@@ -201,18 +245,15 @@ class Checkpoints:
                 f"{free / 2**20:.0f} MiB are free; make room, then go on with --resume auto"
             )
 
-    def _publish(self, temporary: Path, final: Path, position: Position, state: dict[str, Any]) -> None:
-        files = {}
-        for path in sorted(temporary.iterdir()):
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
-            files[path.name] = path.stat().st_size
-        content = {"format": FORMAT, "position": asdict(position), **state, "files": files}
+    def _publish(self, temporary: Path, final: Path, state: dict[str, Any]) -> None:
+        content = {"format": FORMAT, "checksum": _checksum(state), **state}
         write_text(temporary / STATE, json.dumps(content, indent=2) + "\n")
+        sync_folder(temporary)
         shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)
         write_text(self._folder / LATEST, final.name)
-        self._bytes = sum(files.values())
+        sync_folder(self._folder)
+        self._bytes = sum(state["files"].values())
         self._thin_out()
 
     def _thin_out(self) -> None:
@@ -228,7 +269,7 @@ class Checkpoints:
     ) -> dict[str, Tensor]:
         """Bring the engine, the averaged weights and this rank's random state to a checkpoint.
 
-        Returns the frozen weights kept with it.
+        Returns the frozen weights kept with it. Raises `UserError` when a file cannot be read.
 
         With another number of ranks the optimizer's state is divided anew (DeepSpeed's universal checkpoint), moments
         included; random states start from each rank's own again.
@@ -242,13 +283,12 @@ class Checkpoints:
             with universal_copy(self._world, folder, self._folder) as copy:
                 _load(engine, copy.parent, copy.name, universal=True)
         if state["world_size"] == self._world.world_size:
-            own = torch.load(folder / _random_name(self._world), map_location="cpu", weights_only=True)
-            RandomState(device=self._world.device, **own).restore()
+            RandomState(device=self._world.device, **_read(folder / _random_name(self._world))).restore()
         if average is not None:
             average.load(folder)
         self.saved_step = state["position"]["step"]
         path = folder / FROZEN
-        return torch.load(path, map_location="cpu", weights_only=True) if path.is_file() else {}
+        return _read(path) if path.is_file() else {}
 
 
 def _load(engine: Any, folder: Path, tag: str, universal: bool = False) -> None:
@@ -256,11 +296,23 @@ def _load(engine: Any, folder: Path, tag: str, universal: bool = False) -> None:
     try:
         path, _ = engine.load_checkpoint(str(folder), tag=tag)
     except Exception as error:
-        raise UserError(f"cannot load the checkpoint {folder / tag}: {_reason(error, folder)}") from error
+        raise _unreadable(folder / tag, error) from error
     finally:
         engine._config.load_universal_checkpoint = False
     if path is None:
         raise UserError(f"DeepSpeed found nothing to load in {folder / tag}")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever pickle and zip make of a damaged file
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> UserError:
+    words = " ".join(str(error).split())[:300] or type(error).__name__
+    return UserError(f"cannot load the checkpoint {path}: {words}; give --resume an earlier one")
 
 
 def _random_name(world: World) -> str:
@@ -270,12 +322,3 @@ def _random_name(world: World) -> str:
 def _random_state(world: World) -> dict[str, Any]:
     state = vars(RandomState.capture(world.device))
     return {name: value for name, value in state.items() if name != "device"}
-
-
-def _reason(error: Exception, folder: Path) -> str:
-    """One line on what went wrong, with the free space, as torch hides "disk full" behind words of its own."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    try:
-        return f"{text[:300]} ({shutil.disk_usage(folder).free / 2**20:.0f} MiB free)"
-    except OSError:
-        return text[:300]

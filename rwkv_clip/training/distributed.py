@@ -22,8 +22,8 @@ import torch.distributed as dist
 from ..errors import UserError
 from .launcher import OWN_VARIABLES, Place, planned_hosts
 
-# Waiting for a peer in a start-up phase (op build, data check) ends when the watchdog learns of its failure.
-_PATIENCE = timedelta(hours=2)
+PATIENCE = 2 * 3600.0
+"""Seconds to wait for a peer in a phase without collectives; the watchdog ends it earlier if the peer has failed."""
 
 
 class CommonError(UserError):
@@ -37,7 +37,9 @@ class World:
     a world of one; `hosts`, by rank; `is_failing`, whether this rank is about to leave with an error of its own.
     """
 
-    def __init__(self, place: Place, device: torch.device, store: dist.Store | None, hosts: list[str]) -> None:
+    def __init__(
+        self, place: Place, device: torch.device, store: dist.Store | None, hosts: list[str], job: str = ""
+    ) -> None:
         self.place = place
         self.rank = place.rank
         self.local_rank = place.local_rank
@@ -46,7 +48,12 @@ class World:
         self.store = store
         self.hosts = hosts
         self.is_failing = False
+        self._job = job
         self._gathers = 0
+
+    def connect(self) -> dist.Store | None:
+        """A connection of its own to the store, for a second thread: one connection serves one call at a time."""
+        return _connect(self.place, 30, self._job, as_client=True) if self.store is not None else None
 
     @property
     def is_first(self) -> bool:
@@ -61,12 +68,12 @@ class World:
         self.store.set(f"{prefix}/{self.rank}", text)
         if self.is_first:
             keys = [f"{prefix}/{rank}" for rank in range(self.world_size)]
-            self.store.wait(keys, _PATIENCE)
+            wait_for(self.store, keys)
             texts = [self.store.get(key).decode() for key in keys]
             for key in keys:
                 self.store.delete_key(key)
             self.store.set(f"{prefix}/all", json.dumps(texts))
-        self.store.wait([f"{prefix}/all"], _PATIENCE)
+        wait_for(self.store, [f"{prefix}/all"])
         return json.loads(self.store.get(f"{prefix}/all").decode())
 
     def from_first(self, value: object) -> object:
@@ -114,6 +121,17 @@ class World:
             self.store.add("left", 1)
 
 
+def wait_for(store: dist.Store, keys: list[str]) -> None:
+    """Return when all keys are set; `RuntimeError` after PATIENCE. Signals are handled meanwhile, each second."""
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            return store.wait(keys, timedelta(seconds=1))
+        except dist.DistStoreError:
+            if time.monotonic() > deadline:
+                raise
+
+
 def choose_device(place: Place) -> torch.device:
     """This process's GPU if there are GPUs, otherwise the CPU; sets DS_ACCELERATOR, before DeepSpeed is imported.
 
@@ -158,7 +176,7 @@ def meet(place: Place, device: torch.device, timeout: int, job: str) -> World:
         return World(place, device, None, [socket.gethostname()])
     store = _connect(place, timeout, job)
     try:
-        return World(place, device, store, _wait_for_all(place, store, timeout))
+        return World(place, device, store, _wait_for_all(place, store, timeout), job)
     except dist.DistNetworkError:  # the store lives in rank 0's process
         raise UserError(
             f"rank 0 at {place.master_address}:{place.master_port} left before all processes had met: look for its "
@@ -199,11 +217,6 @@ def _wait_for_all(place: Place, store: dist.Store, timeout: int) -> list[str]:
             )
         hosts.append(host)
     return hosts
-
-
-def connect_again(place: Place, job: str) -> dist.Store:
-    """A connection of its own to the store, for a second thread: one connection serves one call at a time."""
-    return _connect(place, 30, job, as_client=True)
 
 
 def _connect(place: Place, timeout: int, job: str, as_client: bool = False) -> dist.Store:

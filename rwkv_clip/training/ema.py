@@ -102,12 +102,6 @@ class WeightAverage:
         }
         return {"updates": self.updates, "parts": parts}
 
-    def save(self, folder: Path) -> None:
-        """Write this rank's file into a checkpoint folder."""
-        content = self.shard()
-        if content is not None:
-            torch.save(content, folder / averaged.file_name(self._engine.global_rank))
-
     @torch.no_grad()
     def load(self, folder: Path) -> None:
         """Take this rank's parts out of a checkpoint folder, saved by any number of ranks; `UserError` if it cannot."""

@@ -42,10 +42,21 @@ NEGATIVES = {"global": "of all GPUs", "local": "each GPU's own"}
 def run_job(args: argparse.Namespace, world: World, stop: StopRequest) -> None:
     """Train as the arguments say; every rank of `world` calls it."""
     started = time.monotonic()
-    plan = make_plan(args, world)
-    if world.is_first:
-        log_to_file(plan.run.log)
-    _introduce(plan, world)
+    with stop.interruptible():
+        plan = make_plan(args, world)
+        if world.is_first:
+            log_to_file(plan.run.log)
+        _introduce(plan, world)
+        engine, frozen, loop = _prepare(plan, world, stop)
+        stop.training_began = True
+    logger.info("training begins %.1f s after the start", time.monotonic() - started)
+    completed = loop.run()
+    _finish(plan, world, engine, loop, frozen, completed, stop)
+
+
+def _prepare(plan: Plan, world: World, stop: StopRequest) -> tuple[Any, dict, Loop]:
+    """(engine, weights that it does not train, loop at the position to go on from)."""
+    args = plan.args
     with world.together(), phase("preparing the WKV6 op"):
         from ..ops import prepare
 
@@ -62,14 +73,7 @@ def run_job(args: argparse.Namespace, world: World, stop: StopRequest) -> None:
     with world.together():
         if world.is_first:
             checkpoints.prepare(plan.resume_from)
-    loop = _assemble(plan, world, stop, engine, checkpoints, frozen)
-    stop.install()
-    try:
-        logger.info("training begins %.1f s after the start", time.monotonic() - started)
-        completed = loop.run()
-    finally:
-        stop.uninstall()
-    _finish(plan, world, engine, loop, frozen, completed, stop)
+    return engine, frozen, _assemble(plan, world, stop, engine, checkpoints, frozen)
 
 
 def _introduce(plan: Plan, world: World) -> None:

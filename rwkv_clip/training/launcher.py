@@ -212,12 +212,11 @@ def _ancestors(process: int, count: int) -> list[tuple[int, list[str]]]:
     while process > 1 and len(found) < count:
         try:
             words = Path(f"/proc/{process}/cmdline").read_bytes().decode(errors="replace").split("\0")
-            status = Path(f"/proc/{process}/status").read_text()
             os.readlink(f"/proc/{process}/cwd")
         except OSError:
             break
         found.append((process, words))
-        process = int(re.search(r"^PPid:\s*(\d+)", status, re.MULTILINE).group(1))
+        process = _parent_of(process)
     return found
 
 
@@ -236,17 +235,33 @@ def launcher_is_gone(place: Place, parent: int, grandparent: int) -> bool:
     """Whether the deepspeed launcher above this process has died and left it behind.
 
     parent, grandparent: their ids at the start. A signal other than SIGTERM and SIGINT kills DeepSpeed's launcher and
-    reaches nobody else.
+    reaches nobody else; on one machine SIGTERM does too.
     """
     if place.launcher != "deepspeed":
         return False
     if os.getppid() != parent:
         return True
-    return grandparent > 1 and grandparent not in [process for process, _ in _ancestors(parent, 2)]
+    if grandparent == 1:  # the launcher is the first process of a container, or had died before this one looked
+        return "deepspeed" not in _command_line(1)
+    return grandparent > 1 and _parent_of(parent) != grandparent
 
 
 def ancestors_now() -> tuple[int, int]:
     """Ids of the parent and the grandparent, for `launcher_is_gone`; 0 where it cannot be read."""
     parent = os.getppid()
-    ancestors = _ancestors(parent, 2)
-    return parent, ancestors[1][0] if len(ancestors) == 2 else 0
+    return parent, _parent_of(parent)
+
+
+def _parent_of(process: int) -> int:
+    try:
+        status = Path(f"/proc/{process}/status").read_text()
+    except OSError:
+        return 0
+    return int(re.search(r"^PPid:\s*(\d+)", status, re.MULTILINE).group(1))
+
+
+def _command_line(process: int) -> str:
+    try:
+        return Path(f"/proc/{process}/cmdline").read_bytes().decode(errors="replace")
+    except OSError:
+        return ""

@@ -91,8 +91,10 @@ class Loop:
                 self._parts.profiler.after(self.position.step)
                 if self._after_step():
                     self._save()
+                    self._parts.checkpoints.finish()
                     return False
         self._save()
+        self._parts.checkpoints.finish()
         return True
 
     @property
@@ -144,6 +146,7 @@ class Loop:
             )
 
     def _last_good(self) -> str:
+        self._parts.checkpoints.finish()
         saved = self._parts.checkpoints.saved_step
         return "nothing was saved yet" if saved is None else f"the last good save is of step {saved}"
 
@@ -170,6 +173,8 @@ class Loop:
     def _wish(self) -> int:
         if self._parts.stop.requested:
             return STOP
+        if self._parts.checkpoints.has_failed:
+            return SAVE  # which raises on all ranks what went wrong
         minutes = (time.monotonic() - self._last_save) / 60
         timed = self._args.save_minutes is not None and self._parts.world.is_first
         return SAVE if timed and minutes >= self._args.save_minutes else NOTHING
@@ -209,11 +214,9 @@ class Loop:
         self._log()
         started = time.perf_counter()
         state = parts.describe() | {"evaluation_due": self._evaluation_due, "loss_spikes": parts.spikes.state()}
-        path = parts.checkpoints.save(parts.engine, self.position, state, parts.frozen, parts.average)
-        seconds = time.perf_counter() - started
-        parts.interval.pause(seconds)
+        parts.checkpoints.save(parts.engine, self.position, state, parts.frozen, parts.average)
+        parts.interval.pause(time.perf_counter() - started)
         self._last_save = time.monotonic()
-        logger.info("saved %s in %.1f s", path, seconds)
 
     def _evaluate(self) -> bool:
         """False when a stop request cut it short; a resume does it again."""

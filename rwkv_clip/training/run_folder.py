@@ -108,3 +108,15 @@ def write_text(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring the names in a folder onto the disk, where the file system can."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(number)

@@ -1,12 +1,14 @@
 """Stopping on request: SIGTERM, SIGINT or SIGUSR1 to any one process, agreed on by all.
 
-A signal sets a flag. The flags of all ranks are combined once per optimizer step, so every rank stops after the same
-step. A second SIGINT stops at once.
+While the job starts, and in an evaluation, a signal ends what is being done by an exception: nothing is lost by it.
+While it trains, a signal sets a flag. The flags of all ranks are combined once per optimizer step, so every rank stops
+after the same step. A second SIGINT stops at once.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -17,8 +19,8 @@ import torch.distributed as dist
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
-class Interrupted(Exception):
-    """Raised inside `StopRequest.interruptible` when a stop is requested."""
+class Interrupted(BaseException):
+    """Raised inside `StopRequest.interruptible` when a stop is requested. No `except Exception` may swallow it."""
 
 
 class StopRequest:
@@ -26,6 +28,9 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.reason: str | None = None
+        self.training_began = False
+        """Set by the main thread when there is something to save from here on."""
+        self._process = os.getpid()
         self._interruptible = False
         self._previous: dict[int, object] = {}
 
@@ -34,7 +39,7 @@ class StopRequest:
         return self.reason is not None
 
     def install(self) -> None:
-        """Take over the signals. Before, they end the process, which is right while there is nothing to save."""
+        """Take over the signals."""
         for number in SIGNALS:
             self._previous[number] = signal.signal(number, self._on_signal)
 
@@ -44,6 +49,10 @@ class StopRequest:
         self._previous.clear()
 
     def _on_signal(self, number: int, _frame: object) -> None:
+        if os.getpid() != self._process:  # a fork that has kept the handler
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
         if number == signal.SIGINT and self.requested:
             raise KeyboardInterrupt
         self.reason = self.reason or signal.Signals(number).name

@@ -12,12 +12,14 @@ import sys
 import threading
 import time
 
-from .distributed import World, connect_again
+from .distributed import World
 from .launcher import ancestors_now, launcher_is_gone
 from .signals import StopRequest
 
 INTERVAL = 2.0
 """Seconds between two looks."""
+START_LOOKS = 4
+"""Looks that a start which is asked to stop may take to break off by itself."""
 SILENT_LOOKS = 15
 """Looks without a heartbeat after which a rank is taken for dead (counted, since a suspended job loses no time)."""
 
@@ -25,16 +27,17 @@ SILENT_LOOKS = 15
 class Watchdog:
     """Runs from `start` to `stop`; passes stop requests between the ranks as well."""
 
-    def __init__(self, world: World, job: str, stop_request: StopRequest) -> None:
+    def __init__(self, world: World, stop_request: StopRequest) -> None:
         self._world = world
         self._stop_request = stop_request
-        self._store = connect_again(world.place, job) if world.store is not None else None
+        self._store = world.connect()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._family = ancestors_now()
         self._beats = 0
         self._neighbour_beats = b""
         self._silent = 0
+        self._stopping_looks = 0
 
     def start(self) -> None:
         self._thread.start()
@@ -49,13 +52,22 @@ class Watchdog:
         while not self._ended.wait(INTERVAL):
             if launcher_is_gone(self._world.place, *self._family):
                 self._stop_request.request("the end of the launcher")
+            self._end_start()
             if self._store is None:
                 continue
             try:
                 self._look()
             except RuntimeError as error:  # torch's name for a lost connection
                 if not self._ended.wait(1.0):
+                    self._end_start(at_once=True)
                     self._leave(f"lost the connection to rank 0 ({self._world.hosts[0]}): {str(error).splitlines()[0]}")
+
+    def _end_start(self, at_once: bool = False) -> None:
+        """Leave a start that was asked to stop and hangs, perhaps in a collective with a rank that has left."""
+        if self._stop_request.requested and not self._stop_request.training_began:
+            self._stopping_looks += 1
+            if at_once or self._stopping_looks > START_LOOKS:
+                os._exit(0)
 
     def _look(self) -> None:
         store, world = self._store, self._world
@@ -81,7 +93,7 @@ class Watchdog:
         if store.check(["stop"]):
             request.request(store.get("stop").decode())
         elif request.requested:
-            store.set("stop", f"{request.reason} to rank {self._world.rank} ({self._world.hosts[self._world.rank]})")
+            store.set("stop", _told(self._world, request))
 
     def _leave(self, message: str) -> None:
         if self._ended.is_set():
@@ -91,6 +103,18 @@ class Watchdog:
         with contextlib.suppress(OSError):
             sys.stdout.flush()
         os._exit(1)
+
+
+def _told(world: World, request: StopRequest) -> str:
+    return f"{request.reason} to rank {world.rank} ({world.hosts[world.rank]})"
+
+
+def announce_stop(world: World, request: StopRequest) -> None:
+    """Tell the other ranks, through their watchdogs, that this one was asked to stop before training began."""
+    if world.store is not None:
+        with contextlib.suppress(RuntimeError):
+            if not world.store.check(["stop"]):
+                world.store.set("stop", _told(world, request))
 
 
 def failure_elsewhere(world: World) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -53,6 +54,20 @@ def write_data(prefix: Path, payloads: list[bytes]) -> Path:
 
 def pictures(fixtures: Path, count: int) -> list[bytes]:
     return [(fixtures / "img" / PICTURES[number % len(PICTURES)]).read_bytes() for number in range(count)]
+
+
+def write_evaluation(folder: Path, fixtures: Path) -> Path:
+    """A prepared folder to evaluate on: pictures of two classes, each with a caption."""
+    folder.mkdir()
+    names = ["rgb.jpg", "gray.jpg", "rgb.png"]
+    for name in names:
+        shutil.copy(fixtures / "img" / name, folder)
+    rows = "".join(f"{name}\t{number % 2}\n" for number, name in enumerate(names))
+    (folder / "zs_kinds.tsv").write_text("image\tlabel\n" + rows)
+    (folder / "zs_kinds.json").write_text(json.dumps({"classes": ["square", "circle"], "templates": ["a {}"]}))
+    rows = "".join(f"{name}\ta picture {name}\n" for name in names)
+    (folder / "retrieval_pairs.tsv").write_text("image\tcaption\n" + rows)
+    return folder
 
 
 @dataclass

@@ -22,6 +22,11 @@ def test_L6_a_global_batch_beyond_the_data_is_refused(folder, fixtures, model):
     assert_refused(run(*job, log=folder / "l6.log"), "63 records", "64", "2 ranks")
 
 
+def test_help_lists_the_flags_and_is_no_failure(folder):
+    result = run("--help", log=folder / "help.log", launcher="alone")
+    assert result.status == 0 and "--keep-every" in result.output and "Traceback" not in result.output
+
+
 def test_C7_a_resume_from_nowhere_is_refused(folder, data, model):
     job = arguments(data, model, folder / "c7", "--batch-size", 8, "--resume", "/no/such")
     assert_refused(run(*job, log=folder / "c7.log"), "--resume /no/such")

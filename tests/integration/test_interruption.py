@@ -92,3 +92,16 @@ def test_C8_a_full_disk_ends_all_ranks_with_one_clear_line(folder, data, model):
     assert result.status != 0
     assert any("cannot write the checkpoint" in line for line in result.errors), result.output
     assert complete_checkpoints(output / "checkpoints") == []
+
+
+def test_a_signal_while_the_op_is_being_built_ends_all_ranks_in_a_line(folder, data, model, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(folder / "cold"))
+    job = Job(*arguments(data, model, folder / "start"), log=folder / "start.log")
+    job.wait_for("building the op")
+    ranks = job.ranks()
+    ranks[1].send_signal(signal.SIGUSR1)
+    assert wait_until_gone(ranks) < 60
+    result = job.wait(30)
+    lines = [line for line in result.output.splitlines() if "before training began: nothing to save" in line]
+    assert len(lines) == 1 and "stopped by SIGUSR1 to rank 1" in lines[0], result.output
+    assert result.status == 0 and not result.errors and "Traceback" not in result.output

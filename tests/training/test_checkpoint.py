@@ -2,6 +2,7 @@ import json
 import shutil
 
 import pytest
+import torch
 
 from rwkv_clip.errors import UserError
 from rwkv_clip.training.checkpoint import (
@@ -18,24 +19,22 @@ from rwkv_clip.training.launcher import Place
 
 
 class FakeEngine:
-    """Writes what DeepSpeed would: a folder of the tag, with files in it."""
+    """Saves as DeepSpeed does: files in a folder of the tag, through its checkpoint engine."""
 
     def __init__(self, fail: Exception | None = None):
         self.fail = fail
+        self.checkpoint_engine = None
 
     def save_checkpoint(self, folder, tag, save_latest):
-        from pathlib import Path
-
-        (Path(folder) / tag / "mp_rank_00_model_states.pt").write_bytes(b"weights")
+        self.checkpoint_engine.save({"weights": torch.ones(3)}, f"{folder}/{tag}/mp_rank_00_model_states.pt")
         if self.fail:
             raise self.fail
-        (Path(folder) / tag / "zero_pp_rank_0_mp_rank_00_optim_states.pt").write_bytes(b"moments")
+        path = f"{folder}/{tag}/zero_pp_rank_0_mp_rank_00_optim_states.pt"
+        self.checkpoint_engine.save({"moments": torch.ones(3)}, path)
 
 
 @pytest.fixture
 def world():
-    import torch
-
     return World(Place("alone", 0, 1, 0, 1, "127.0.0.1", 0), torch.device("cpu"), None, ["here"])
 
 
@@ -49,6 +48,7 @@ def save(world, folder, *steps, keep_last=100, keep_every=None, engine=None):
     checkpoints = Checkpoints(world, folder, keep_last, keep_every)
     for step in steps:
         checkpoints.save(engine or FakeEngine(), Position(step, 0, step * 4), {"world_size": 1}, {})
+    checkpoints.finish()
     return checkpoints
 
 

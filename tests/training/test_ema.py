@@ -12,7 +12,7 @@ from ranks import run_ranks
 from tiny import make_engine, make_model, make_pairs, micro_batches
 
 from rwkv_clip.errors import UserError
-from rwkv_clip.model.averaged import read_averaged
+from rwkv_clip.model.averaged import file_name, read_averaged
 from rwkv_clip.training.ema import WeightAverage
 from rwkv_clip.training.loss import ClipLoss
 from rwkv_clip.training.masters import set_masters
@@ -73,7 +73,8 @@ def check_one(options, folder: Path):
     if dist.get_rank() == 0:
         folder.mkdir()
     dist.barrier()
-    average.save(folder)
+    if (shard := average.shard()) is not None:
+        torch.save(shard, folder / file_name(engine.global_rank))
     dist.barrier()
     read = read_averaged(folder)
     assert set(read) == set(dict(module.named_parameters())) - {"pos_embed"}
