@@ -158,7 +158,7 @@ int wkv6_cuda_backward(const WKV6Params* params) { return wkv6::launch_by_type(*
 
 const char* wkv6_cuda_error_string(int code) {
 #ifdef WKV6_EMULATE
-    return code ? "invalid plan" : "no error";
+    return code == emulator::kFailed ? emulator::message : code ? "invalid plan" : "no error";
 #else
     return cudaGetErrorString(static_cast<cudaError_t>(code));
 #endif

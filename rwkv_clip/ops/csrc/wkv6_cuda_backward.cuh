@@ -45,7 +45,7 @@ struct BackwardLayout {
 enum Table { kInFour, kInEight, kBeforeInBlock, kAfterInBlock };
 
 struct Tables {
-    uint32_t words[kTileBytes];  // of four tiles
+    alignas(16) uint32_t words[kTileBytes];  // of four tiles; read 16 bytes at a time
 
     constexpr Tables() : words() {
         for (int i = 0; i < kTileBytes; ++i) {

@@ -32,8 +32,7 @@ auto with_size(const Plan& plan, Function function) {
 template <class Kernel>
 int launch(Kernel kernel, int grid_x, int grid_y, int threads, size_t shared_bytes, const Job& job) {
 #ifdef WKV6_EMULATE
-    emulator::launch(kernel, grid_x, grid_y, threads, shared_bytes, job);
-    return 0;
+    return emulator::launch(kernel, grid_x, grid_y, threads, shared_bytes, job);
 #else
     if (shared_bytes > 48 * 1024) {
         const cudaError_t error =

@@ -325,7 +325,11 @@ struct Head {
 
 template <class T>
 __device__ __forceinline__ T* as(char* address) {
+#ifdef WKV6_EMULATE
+    return emulator::checked<T>(address);
+#else
     return reinterpret_cast<T*>(address);
+#endif
 }
 
 // Where a warp's tile lies: tokens first_token + 0 ... 15, channels first_channel + 0 ... 15, zero outside T and N.

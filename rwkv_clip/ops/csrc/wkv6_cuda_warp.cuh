@@ -18,6 +18,13 @@
 #define WKV6_TENSOR_CORES 0
 #endif
 
+// The emulator's own functions for the warp's matrix instructions, instead of the plain code.
+#if defined(WKV6_EMULATE) && !defined(WKV6_PLAIN)
+#define WKV6_EMULATED_MATRICES 1
+#else
+#define WKV6_EMULATED_MATRICES 0
+#endif
+
 namespace wkv6 {
 
 constexpr unsigned kAllLanes = 0xffffffffu;
@@ -173,7 +180,9 @@ __device__ __forceinline__ float exp2_fast(float x) {
 
 // Asks the L2 cache for `bytes` from address on, ahead of their use.
 __device__ __forceinline__ void prefetch(const char* address, uint32_t bytes) {
-#ifndef WKV6_EMULATE
+#ifdef WKV6_EMULATE
+    emulator::prefetch(address, bytes);
+#else
 #if WKV6_TENSOR_CORES && __CUDA_ARCH__ >= 900
     if (((static_cast<uint32_t>(reinterpret_cast<uintptr_t>(address)) | bytes) & 15) == 0) {
         asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes));
@@ -192,7 +201,7 @@ using Address = uint32_t;  // of a byte in shared memory
 __device__ __forceinline__ Address shared_memory() { return 0; }
 template <class T>
 __device__ __forceinline__ T* shared_pointer(Address address) {
-    return reinterpret_cast<T*>(reinterpret_cast<char*>(emulator::block->shared.data()) + address);
+    return emulator::checked<T>(emulator::shared + address);
 }
 #else
 extern __shared__ uint4 wkv6_shared_memory[];
@@ -235,6 +244,8 @@ __device__ __forceinline__ void load_matrices(uint32_t (&out)[4], Address matric
                  : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
                  : "r"(matrices + (kCrossed ? lane.crossed : lane.straight))
                  : "memory");
+#elif WKV6_EMULATED_MATRICES
+    emulator::load_matrices(out, matrices + (kCrossed ? lane.crossed : lane.straight), false);
 #else
     for (int a = 0; a < 4; ++a) {
         out[a] = load_shared<uint32_t>(matrices + 128 * (kCrossed ? a >> 1 | (a & 1) << 1 : a) + 4 * lane.id);
@@ -250,6 +261,8 @@ __device__ __forceinline__ void load_transposed_matrices(uint32_t (&out)[4], Add
                  : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
                  : "r"(matrices + (kCrossed ? lane.crossed : lane.straight))
                  : "memory");
+#elif WKV6_EMULATED_MATRICES
+    emulator::load_matrices(out, matrices + (kCrossed ? lane.crossed : lane.straight), true);
 #else
     const int shift = (lane.g & 1) * 16;
     for (int a = 0; a < 4; ++a) {
@@ -265,6 +278,8 @@ __device__ __forceinline__ void store_matrices(Address matrices, const uint32_t 
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(matrices + lane.straight),
                  "r"(in[0]), "r"(in[1]), "r"(in[2]), "r"(in[3])
                  : "memory");
+#elif WKV6_EMULATED_MATRICES
+    emulator::store_matrices(matrices + lane.straight, in);
 #else
 #pragma unroll
     for (int a = 0; a < 4; ++a) store_shared(matrices + 128 * a + 4 * lane.id, in[a]);
@@ -288,25 +303,16 @@ __device__ __forceinline__ void multiply_matrices(float* out, const uint32_t* a,
             : "=f"(out[0]), "=f"(out[1]), "=f"(out[2]), "=f"(out[3])
             : "r"(a[0]), "r"(a[1]), "r"(b0), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
     }
+#elif WKV6_EMULATED_MATRICES
+    emulator::multiply_matrices(out, kDepth, a, b0, b1, c);
 #else
     float sums[4] = {c[0], c[1], c[2], c[3]};
-#if defined(WKV6_EMULATE) && !defined(WKV6_PLAIN)
-    const uint32_t words[6] = {a[0], a[1], kDepth == 16 ? a[2] : 0u, kDepth == 16 ? a[3] : 0u, b0, b1};
-    const emulator::Slot* slots = emulator::exchange(words, 6);
-#endif
     for (int k = 0; k < 4; ++k) {
         for (int half = 0; half < kDepth / 8; ++half) {  // elements 8 half + 2k and the next
-#if defined(WKV6_EMULATE) && !defined(WKV6_PLAIN)
-            const uint32_t top = slots[4 * lane.g + k].words[2 * half],
-                           bottom = slots[4 * lane.g + k].words[2 * half + 1];
-            const uint32_t left = slots[8 * lane.q + k].words[4 + half];
-            const uint32_t right = slots[8 * lane.q + 4 + k].words[4 + half];
-#else
             const uint32_t top = __shfl_sync(kAllLanes, a[2 * half], 4 * lane.g + k);
             const uint32_t bottom = __shfl_sync(kAllLanes, a[2 * half + 1], 4 * lane.g + k);
             const uint32_t left = __shfl_sync(kAllLanes, half ? b1 : b0, 8 * lane.q + k);
             const uint32_t right = __shfl_sync(kAllLanes, half ? b1 : b0, 8 * lane.q + 4 + k);
-#endif
             sums[0] += bf16_low(top) * bf16_low(left) + bf16_high(top) * bf16_high(left);
             sums[1] += bf16_low(top) * bf16_low(right) + bf16_high(top) * bf16_high(right);
             sums[2] += bf16_low(bottom) * bf16_low(left) + bf16_high(bottom) * bf16_high(left);
