@@ -3,11 +3,12 @@
     python benchmarks/loader.py                          the GPU if there is one; made-up JPEGs of 500 x 375, 30 KB
     python benchmarks/loader.py --data train/part-0      one packed pair of your own
     python benchmarks/loader.py --device cpu --batch-size 64 --steps 5 --records 512
+    python benchmarks/loader.py --no-decoding            what feeding costs, on any machine
     python benchmarks/loader.py --feeds --json out.json  the ways to feed DALI from Python, without decoding
 
-Rows: the feed alone (records, crops and captions chosen, no decoding); the loader; the loader in a thread that also
-does `--work-ms` of Python per batch, as a training step does; the published pipeline on DALI's mxnet reader. The last
-column is what a record costs the training thread itself.
+Rows: the loader with its decoding left out (ids, records, picture sizes, crops and captions, everything that Python
+does); the whole loader; both also in a thread that does `--work-ms` of Python per batch, as a training step does; the
+published pipeline on DALI's mxnet reader. The last column is what a record costs the training thread itself.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
 from nvidia.dali import Pipeline, fn, types
 from pictures import make_pair
 
-from rwkv_clip.data.augment import ASPECT, ATTEMPTS, choose, cumulative_caption_weights
+from rwkv_clip.data.augment import ASPECT, ATTEMPTS
 from rwkv_clip.data.batch_reader import BatchReader
 from rwkv_clip.data.dataset import Dataset, open_dataset
 from rwkv_clip.data.loader import Loader
@@ -60,34 +63,44 @@ def measure(name: str, step: Callable[[], object], batch_size: int, steps: int, 
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     seconds = time.perf_counter() - start
-    count = steps * batch_size
-    return {"name": name, "records_per_s": count / seconds, "thread_us_per_record": own / count * 1e6}
+    records = steps * batch_size
+    return {"name": name, "records_per_s": records / seconds, "thread_us_per_record": own / records * 1e6}
 
 
-class Feed:
-    """The loader's work for each batch up to DALI's door: ids, records, choices, tensors."""
+class Ids:
+    """The ids of one batch after the other."""
 
     def __init__(self, dataset: Dataset, batch_size: int):
         self.sampler = Sampler(dataset.shard_sizes, SEED, batch_size)
-        self.reader = BatchReader(dataset)
-        self.weights = cumulative_caption_weights(dataset.num_captions)
-        self.shapes = np.tile([375, 500], (batch_size, 1))
-        self.count = 0
 
-    def ids(self, number: int) -> np.ndarray:
+    def __call__(self, number: int) -> np.ndarray:
         return self.sampler.batch(*divmod(number, self.sampler.steps_per_epoch))
 
-    def __call__(self):
-        ids = self.ids(self.count)
-        self.count += 1
-        records = self.reader.read(ids)
-        choices = choose(SEED, 0, ids, self.shapes, self.weights)
-        return records, encoded_list(records.payloads), choices
+
+def undecoded_pipeline(batch_size: int, image_size: int, device: torch.device, settings: DecoderSettings):
+    """The training pipeline's inputs and outputs, where an image is no more than its header's sizes."""
+    pipeline = Pipeline(batch_size, 2, None, prefetch_queue_depth=settings.prefetch)
+    with pipeline:
+        choices = fn.external_source(name="choices", dtype=types.INT32, ndim=1)
+        encoded = fn.external_source(name="encoded", dtype=types.UINT8, ndim=1, no_copy=True)
+        sizes = fn.cat(fn.peek_image_shape(encoded, dtype=types.INT32), choices)
+        pipeline.set_outputs(sizes, fn.external_source(name="labels", dtype=types.FLOAT, ndim=1))
+    return FedPipeline(pipeline, settings.prefetch)
 
 
 def loader_rows(args, dataset: Dataset, device: torch.device, settings: DecoderSettings) -> list[dict]:
-    """The feed alone, the loader alone, the loader in a busy thread."""
-    rows = [measure("feed alone, no decoding", Feed(dataset, args.batch_size), args.batch_size, 4 * args.steps)]
+    """The loader alone and in a busy thread, first with its decoding left out."""
+    with mock.patch("rwkv_clip.data.loader.train_pipeline", undecoded_pipeline):
+        name = "loader, decoding left out"
+        rows = one_loader_rows(args, dataset, torch.device("cpu"), settings, name, steps=4 * args.steps)
+    if args.no_decoding:
+        return rows
+    return rows + one_loader_rows(args, dataset, device, settings, "loader", args.steps)
+
+
+def one_loader_rows(
+    args, dataset: Dataset, device: torch.device, settings: DecoderSettings, name: str, steps: int
+) -> list[dict]:
     loader = Loader(
         dataset,
         Sampler(dataset.shard_sizes, SEED, args.batch_size),
@@ -109,10 +122,12 @@ def loader_rows(args, dataset: Dataset, device: torch.device, settings: DecoderS
 
     with loader:
         stream = batches()
-        rows.append(measure("loader", lambda: next(stream), args.batch_size, args.steps))
-        name = f"loader, {args.work_ms:g} ms of Python per batch"
-        rows.append(measure(name, lambda: next(stream), args.batch_size, args.steps, args.work_ms))
-    return rows
+        return [  # "work" is Python's, per batch
+            measure(
+                f"{name}, {work_ms:g} ms of Python per batch", lambda: next(stream), args.batch_size, steps, work_ms
+            )
+            for work_ms in (0, args.work_ms)
+        ]
 
 
 def mxnet_row(args, prefix: Path, device: torch.device, settings: DecoderSettings) -> dict:
@@ -160,10 +175,10 @@ class BatchCallback:
 
     def __init__(self, prefix: Path, batch_size: int):
         self.dataset = open_dataset(prefix)
-        self.feed = Feed(self.dataset, batch_size)
+        self.ids = Ids(self.dataset, batch_size)
 
     def __call__(self, iteration: int):
-        records = [self.dataset.read(i) for i in self.feed.ids(iteration).tolist()]
+        records = [self.dataset.read(i) for i in self.ids(iteration).tolist()]
         return [np.frombuffer(record.payload, np.uint8) for record in records], np.stack([r.label for r in records])
 
 
@@ -171,7 +186,7 @@ class SampleCallback(BatchCallback):
     """One record for `fn.external_source(batch=False)`."""
 
     def __call__(self, info):
-        record = self.dataset.read(int(self.feed.ids(info.iteration)[info.idx_in_batch]))
+        record = self.dataset.read(int(self.ids(info.iteration)[info.idx_in_batch]))
         return np.frombuffer(record.payload, np.uint8), record.label
 
 
@@ -201,11 +216,10 @@ def feed_rows(args, prefix: Path, workers: int) -> list[dict]:
         labels = fn.external_source(name="labels", dtype=types.FLOAT, ndim=1)
         pipeline.set_outputs(fn.peek_image_shape(encoded), labels)
     fed, dataset = FedPipeline(pipeline, 3), open_dataset(prefix)
-    feed, reader, in_flight = Feed(dataset, args.batch_size), BatchReader(dataset), []
+    numbers, ids, reader, in_flight = count(), Ids(dataset, args.batch_size), BatchReader(dataset), []
 
     def push() -> None:
-        records = reader.read(feed.ids(feed.count))
-        feed.count += 1
+        records = reader.read(ids(next(numbers)))
         in_flight.append(encoded_list(records.payloads))
         del in_flight[:-5]
         fed.push(encoded=in_flight[-1], labels=records.labels)
@@ -234,6 +248,7 @@ def main() -> int:
     parser.add_argument("--prefetch", type=int, default=DecoderSettings.prefetch)
     parser.add_argument("--hw-decoder-load", type=float, default=DecoderSettings.hw_decoder_load)
     parser.add_argument("--work-ms", type=float, default=15, help="Python work per batch (default: %(default)s)")
+    parser.add_argument("--no-decoding", action="store_true", help="only the rows without decoding")
     parser.add_argument("--feeds", action="store_true", help="compare ways of feeding instead")
     parser.add_argument("--json", type=Path, help="write the rows there too")
     args = parser.parse_args()
@@ -250,7 +265,8 @@ def main() -> int:
         if args.feeds:
             rows = feed_rows(args, prefix, workers=args.workers)
         else:
-            rows = loader_rows(args, dataset, device, settings) + [mxnet_row(args, prefix, device, settings)]
+            rows = loader_rows(args, dataset, device, settings)
+            rows += [] if args.no_decoding else [mxnet_row(args, prefix, device, settings)]
         mean_kb = dataset.files[0].size_bytes / len(dataset) / 1024
 
     machine = torch.cuda.get_device_name(0) if device.type == "cuda" else "no GPU"

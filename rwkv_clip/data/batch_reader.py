@@ -64,8 +64,9 @@ class BatchReader:
         whole &= (words[first] == MAGIC) & (packed <= LENGTH_MASK) & (words[first + 2] == width)
         whole &= (payload_starts <= ends) & (ends <= file.size_bytes)
         simple = rows[whole]
-        label_words = (label_starts[whole] >> 2)[:, None] + np.arange(width)
-        labels[simple] = words.view("<f4")[label_words]
+        # Every `width` neighbouring words of the file as a row: whole labels are copied, not number by number.
+        runs = np.lib.stride_tricks.as_strided(words.view("<f4"), (len(words) - width + 1, width), (4, 4))
+        labels[simple] = runs[label_starts[whole] >> 2]
         for row, start, end in zip(simple.tolist(), payload_starts[whole].tolist(), ends[whole].tolist(), strict=True):
             payloads[row] = view[start:end]
         for row in rows[~whole].tolist():

@@ -37,16 +37,13 @@ from .pipeline import (
     shape_pipeline,
     train_pipeline,
 )
-from .readahead import ReadAhead
 from .sampler import Sampler
 from .tokenizer import shorten
 
 logger = logging.getLogger(__name__)
 
-# Batches whose picture sizes are looked up ahead of decoding.
-_SHAPES_AHEAD = 2
-# Batches that are brought into memory ahead of that.
-_READ_AHEAD = 2
+# Batches that are brought into memory, and whose picture sizes are looked up, ahead of decoding.
+_SHAPES_AHEAD = 4
 
 
 @dataclass
@@ -155,10 +152,8 @@ class Loader:
         self._settings = settings or DecoderSettings()
         self._reader = BatchReader(dataset)
         self._pass_number = 0
-        # A batch goes through these: planned and read ahead, picture sizes looked up, decoded.
+        # A batch goes through these: picture sizes looked up, decoded.
         self._next: Position | None = None
-        self._read_ahead: ReadAhead | None = None
-        self._planned: deque[PlannedBatch] = deque()
         self._shapes: FedPipeline | None = None
         self._peeking: deque[_InFlight] = deque()
         self._decoder: FedPipeline | None = None
@@ -222,15 +217,14 @@ class Loader:
         make = train_pipeline if self.train else eval_pipeline
         self._decoder = make(size, self._image_size, self._device, settings)
         self._shapes = shape_pipeline(size, _SHAPES_AHEAD)
-        self._read_ahead = ReadAhead(self.dataset)
         self._next = position
 
     def _stop(self) -> None:
-        for part in (self._decoder, self._shapes, self._read_ahead):
+        for part in (self._decoder, self._shapes):
             if part is not None:
                 part.close()
-        self._decoder = self._shapes = self._read_ahead = self._next = self._failure = None
-        for stage in (self._planned, self._peeking, self._decoding):
+        self._decoder = self._shapes = self._next = self._failure = None
+        for stage in (self._peeking, self._decoding):
             stage.clear()
 
     def _take(self) -> Batch:
@@ -260,20 +254,17 @@ class Loader:
                 return
             entry = self._peeking.popleft()
             try:
-                (shapes,) = self._shapes.pop()
+                shapes, _ = self._shapes.pop(np.array)
             except RuntimeError as error:
                 self._failure = (entry, error)
                 self._peeking.clear()
                 return
-            self._push_choices(entry, shapes.numpy()[:, :2])
+            self._push_choices(entry, shapes[:, :2])
 
     def _read_on(self) -> None:
-        while len(self._planned) < _READ_AHEAD + 1 and self._next is not None:
-            self._planned.append(self._plan.at(self._next, self.bad_records))
-            self._read_ahead.request(self._planned[-1].ids)
+        while len(self._peeking) < _SHAPES_AHEAD and self._next is not None:
+            planned = self._plan.at(self._next, self.bad_records)
             self._next = self._plan.after(self._next)
-        while len(self._peeking) < _SHAPES_AHEAD and self._planned:
-            planned = self._planned.popleft()
             try:
                 records = self._reader.read(planned.ids)
             except UserError as error:
@@ -286,7 +277,8 @@ class Loader:
         if self.train:
             choices = choose(self._seed, entry.planned.position.epoch, entry.planned.ids, image_shapes, self._weights)
             entry.caption_index = choices.caption
-            inputs = {"crop_start": choices.crop_start, "crop_shape": choices.crop_shape, "flip": choices.flip}
+            columns = (choices.crop_start, choices.crop_shape, choices.flip[:, None])
+            inputs = {"choices": np.concatenate(columns, 1)}
         else:
             start, end = eval_regions(image_shapes, self._image_size)
             entry.caption_index = np.full(len(image_shapes), self._eval_caption)

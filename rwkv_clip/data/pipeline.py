@@ -12,7 +12,7 @@ where a callback of `fn.external_source` took 17 to 26 and one with `parallel=Tr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,6 +58,10 @@ class DecoderSettings:
             raise UserError(f"the hardware decoder's load {self.hw_decoder_load} is a share: give 0 to 1")
 
 
+# Threads that mostly wait for the disk; more hide more latency of network file systems.
+_READING_THREADS = 8
+
+
 def encoded_list(payloads: Sequence[memoryview | bytes]) -> TensorListCPU:
     """Encoded images as DALI tensors over the same memory; it must stay alive until the batch's output was taken."""
     return TensorListCPU([TensorCPU(payload) for payload in payloads], None, False)
@@ -82,6 +86,8 @@ class FedPipeline:
     def push(self, **inputs: np.ndarray | TensorListCPU) -> None:
         """Feed one batch: input name -> array [batch, ...] or tensors, which stay untouched until the output."""
         for name, data in inputs.items():
+            # Wrapped here, an array is spared DALI's questions about what it might be.
+            data = TensorListCPU(data) if isinstance(data, np.ndarray) else data
             self._pipeline.feed_input(name, data)
         # DALI starts by taking as many batches at once as it keeps in flight.
         self._missing -= 1
@@ -89,8 +95,10 @@ class FedPipeline:
             self._pipeline.schedule_run()
         self._last = inputs
 
-    def pop(self) -> list[torch.Tensor]:
-        """Wait for the oldest batch; its outputs, owned by the caller, without a copy.
+    def pop(self, convert: Callable = torch.from_dlpack) -> list:
+        """Wait for the oldest batch; its outputs, owned by the caller.
+
+        They are tensors without a copy, or what `convert` makes of DALI's.
 
         If too few batches were pushed for a start, the last one fills up, and there is nothing to push any more.
         """
@@ -98,7 +106,7 @@ class FedPipeline:
             self.push(**self._last)
         outputs = self._pipeline.share_outputs()
         # DALI reuses the memory after the work that the device's current stream holds when the tensor is dropped.
-        tensors = [torch.from_dlpack(output.as_tensor()) for output in outputs]
+        tensors = [convert(output.as_tensor()) for output in outputs]
         self._pipeline.release_outputs()
         return tensors
 
@@ -109,32 +117,43 @@ class FedPipeline:
 
 
 def shape_pipeline(batch_size: int, depth: int) -> FedPipeline:
-    """encoded -> shapes int64 [batch, 3] (height, width, channels) of the upright pictures, from their headers."""
-    pipeline = Pipeline(batch_size, num_threads=1, device_id=None, prefetch_queue_depth=depth)
+    """encoded -> shapes int64 [batch, 3] (height, width, channels) of the upright pictures, from their headers; and a
+    byte of each, which nobody needs.
+
+    This is also what brings the coming records into memory: whoever reads a byte of a mapped file waits until the
+    system has read 64 KB or so on either side of it, and here DALI's threads do that for the start and the middle of
+    each record, so that decoding need not wait. Threads of Python could do the same, but fought with the training
+    thread for the interpreter's lock.
+    """
+    pipeline = Pipeline(batch_size, num_threads=_READING_THREADS, device_id=None, prefetch_queue_depth=depth)
     with pipeline:
         encoded = fn.external_source(name="encoded", dtype=types.UINT8, ndim=1, no_copy=True)
-        pipeline.set_outputs(fn.peek_image_shape(encoded))
+        middle = fn.slice(encoded, rel_start=0.5, shape=1, axes=[0], out_of_bounds_policy="trim_to_shape")
+        pipeline.set_outputs(fn.peek_image_shape(encoded), middle)
     return FedPipeline(pipeline, depth)
 
 
 def train_pipeline(batch_size: int, image_size: int, device: torch.device, settings: DecoderSettings) -> FedPipeline:
-    """encoded, crop_start, crop_shape, flip, labels -> images float32 [batch, 3, size, size], labels float32.
+    """encoded, choices, labels -> images float32 [batch, 3, size, size], labels float32.
+
+    `choices` int32 [batch, 5]: top and left of the crop, its height and width, and whether it is flipped.
 
     The crop is decoded alone where the format allows it, stretched to the square with linear interpolation, flipped
     where `flip` is 1, and normalised.
     """
     pipeline = _pipeline(batch_size, device, settings)
     with pipeline:
+        # One array, because each input costs the feeding thread time.
+        choices = fn.external_source(name="choices", dtype=types.INT32, ndim=1)
         images = fn.decoders.image_slice(
             fn.external_source(name="encoded", dtype=types.UINT8, ndim=1, no_copy=True),
-            fn.external_source(name="crop_start", dtype=types.INT32, ndim=1),
-            fn.external_source(name="crop_shape", dtype=types.INT32, ndim=1),
+            choices[0:2],
+            choices[2:4],
             axes=[0, 1],
             **_decoder_arguments(device, settings),
         )
         images = fn.resize(images, size=(image_size, image_size), interp_type=types.INTERP_LINEAR)
-        flip = fn.external_source(name="flip", dtype=types.INT32, ndim=0)
-        pipeline.set_outputs(_normalise(images, mirror=flip), _labels(device))
+        pipeline.set_outputs(_normalise(images, mirror=choices[4]), _labels(device))
     return FedPipeline(pipeline, settings.prefetch)
 
 
