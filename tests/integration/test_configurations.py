@@ -39,11 +39,13 @@ def prepared(folder, fixtures):
 
 @pytest.fixture(scope="module")
 def fine_tuned(folder, data, model, pretrained, prepared):
-    """(run folder, result): bf16, ZeRO-1, checkpointing, accumulation, from weights, with a locked image tower."""
+    """(run folder, result): bf16, ZeRO-1, checkpointing, accumulation, from weights, with a locked image tower, the
+    sigmoid loss, and rates of their own."""
     output = folder / "fine_tuned"
     job = ["--model", model, "--train-data", data, "--output", output, "--epochs", 1, "--log-every", 1]
     job += ["--deepspeed_config", CONFIGS / "zero1_bf16_checkpointing.json", "--batch-size", 8, "--global-batch", 32]
     job += ["--pretrained", pretrained, "--lock-image", "--eval-data", prepared]
+    job += ["--loss", "siglip", "--text-lr-factor", 0.5, "--decay-lr-factor", 2, "--ema-decay", 0.9]
     return output, run(*job, log=folder / "fine_tuned.log")
 
 
@@ -61,6 +63,26 @@ def test_a_locked_tower_keeps_its_weights_to_the_bit_in_bf16(fine_tuned, pretrai
     assert any(not torch.equal(before[name].bfloat16().float(), before[name].float()) for name in locked)
     assert all(torch.equal(before[name], after[name]) for name in locked)
     assert any(not torch.equal(before[name], after[name]) for name in before if name.startswith("text_model."))
+
+
+def test_the_sigmoid_loss_learns_its_bias_and_keeps_it_in_what_is_loaded_and_exported(fine_tuned):
+    output, result = fine_tuned
+    assert "loss: siglip; negatives: of all GPUs" in result.output
+    assert "--pretrained has no logit_bias" in result.output
+    first, last = metrics(output)
+    assert first["logit_bias"] == -10 and first["logit_scale"] == pytest.approx(10) and last["logit_bias"] != -10
+    for source in (output, output / "weights_ema.pt", output / "checkpoints" / "step_00000002"):
+        assert create_model(output, checkpoint=source).logit_bias.item() != -10
+
+
+def test_each_group_s_rate_is_logged_and_ends_at_the_minimum(fine_tuned):
+    first, last = metrics(fine_tuned[0])
+    rates = {
+        name.removeprefix("learning_rate"): rate for name, rate in first.items() if name.startswith("learning_rate")
+    }
+    base = rates[""]
+    assert rates == pytest.approx({"": base, "/text": base / 2, "/text_time_decay": base})
+    assert last["learning_rate"] == last["learning_rate/text"] == last["learning_rate/text_time_decay"] == 0
 
 
 def test_scores_and_a_picture_of_retrieved_examples_are_logged(fine_tuned):

@@ -9,6 +9,7 @@ from jobs import CONFIGS, metrics, run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rwkv_clip import create_model
+from rwkv_clip.cli import main
 from rwkv_clip.model.published import read_state_dict
 
 
@@ -23,7 +24,7 @@ def straight(folder, data, model):
 def arguments(data, model, output, *more):
     common = ["--model", model, "--train-data", data, "--output", output, "--epochs", 2, "--log-every", 1]
     sizes = ["--deepspeed_config", CONFIGS / "fp32.json", "--batch-size", 8, "--grad-clip", 1.0, "--save-every", 3]
-    return [*common, *sizes, "--val-data", data, "--lr-schedule", "cosine", *more]
+    return [*common, *sizes, "--val-data", data, "--lr-schedule", "cosine", "--ema-decay", 0.9, *more]
 
 
 def scalars(output, tag):
@@ -65,6 +66,7 @@ def test_the_last_line_of_an_interval_tells_speed_memory_and_data_wait(straight)
     line = metrics(straight[0])[-1]
     assert line["samples_per_second"] == pytest.approx(2 * line["samples_per_second_per_gpu"])
     assert 0 <= line["data_wait_pct"] <= 100 and line["max_memory_gib"] > 0.01 and line["skipped_steps"] == 0
+    assert line["loss_spikes"] == 0
     assert {"loss_by_caption/raw", "loss_by_caption/synthetic", "loss_by_caption/generated"} <= set(line)
 
 
@@ -77,6 +79,19 @@ def test_C14_the_final_weights_are_the_checkpoint_s_and_load_as_a_model(straight
     assert all(torch.equal(weights[name], from_checkpoint[name].view_as(weights[name])) for name in weights)
     features = create_model(output, checkpoint=output / "weights.pt").encode_image(torch.zeros(1, 3, 16, 16))
     assert features.isfinite().all()
+
+
+def test_averaged_weights_are_written_kept_in_checkpoints_and_scored(straight, folder):
+    output, result = straight
+    averaged = read_state_dict(output / "weights_ema.pt")
+    assert averaged.keys() == read_state_dict(output / "weights.pt").keys()
+    last, first = (read_state_dict(output / "checkpoints" / f"step_{step:08d}") for step in (8, 3))
+    name = "image_model.layers.0.att.key.weight"
+    assert (averaged[name] - last[name]).norm() > 0 and (averaged[name] - first[name]).norm() > 0
+    assert main(["export", str(output / "checkpoints" / "step_00000008"), str(folder / "ema.pt"), "--ema"]) == 0
+    exported = read_state_dict(folder / "ema.pt")
+    assert all(torch.equal(exported[name], averaged[name]) for name in averaged)
+    assert "averaged weights: decay 0.9; evaluations use them" in result.output
 
 
 def test_the_same_command_on_an_existing_run_is_refused(straight, folder, data, model):
@@ -94,6 +109,7 @@ def resumed(straight, folder, data, model):
     for step in (6, 8):
         shutil.rmtree(output / "checkpoints" / f"step_{step:08d}")
     (output / "weights.pt").unlink()
+    (output / "weights_ema.pt").unlink()
     result = run(*arguments(data, model, output, "--resume", "auto"), log=folder / "resumed.log")
     return output, result
 
@@ -105,9 +121,10 @@ def test_C1_a_resume_in_mid_epoch_reaches_the_same_losses_and_weights(straight, 
         assert after["step"] == before["step"]
         assert after["loss"] == pytest.approx(before["loss"], abs=1e-6)
         assert after["learning_rate"] == before["learning_rate"]
-    expected, found = (read_state_dict(output / "weights.pt") for output in (straight[0], resumed[0]))
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6, msg=name)
+    for file in ("weights.pt", "weights_ema.pt"):
+        expected, found = (read_state_dict(output / file) for output in (straight[0], resumed[0]))
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6, msg=f"{file} {name}")
 
 
 def test_a_latest_file_that_names_nothing_is_a_warning(resumed):
@@ -135,3 +152,5 @@ def test_C3_a_run_goes_on_with_another_number_of_ranks(folder, data, plain_model
         assert found["loss"] == pytest.approx(expected["loss"], abs=1e-4)
         assert found["learning_rate"] == pytest.approx(expected["learning_rate"], rel=1e-6)
     assert not list((after / "checkpoints").glob("*universal*"))
+    expected, found = (read_state_dict(output / "weights_ema.pt") for output in (before, after))
+    assert all(torch.allclose(found[name], value, rtol=0, atol=1e-4) for name, value in expected.items())
