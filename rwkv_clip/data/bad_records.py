@@ -1,4 +1,4 @@
-"""Records whose image cannot be decoded: which ones, what to tell the user, and what takes their place.
+"""Records whose image cannot be decoded or is too large: which ones, what to tell the user, what takes their place.
 
 DALI's error names no record. After a failure the batch's records are judged one by one by nvImageCodec, the library
 that DALI decodes with.
@@ -14,6 +14,8 @@ from ..errors import UserError
 
 _IMAGE_STARTS = (b"\xff\xd8", b"\x89PNG", b"BM", b"II*\0", b"MM\0*", b"RIFF", b"\0\0\0\x0cjP", b"\xff\x4f\xff\x51")
 _DECODE_AT_ONCE = 16
+# Larger pictures are not decoded: one alone takes more than half a gigabyte, in the middle of a run.
+MAX_PIXELS = 64_000_000
 
 
 def decode_faults(payloads: Sequence[memoryview | bytes], num_threads: int = 2) -> list[str | None]:
@@ -46,13 +48,23 @@ def _judge(nvimgcodec, decoder, payloads: Sequence[memoryview | bytes]) -> list[
             faults[i] = f"it starts with {start!r}, no format that can be decoded"
         else:
             try:
-                streams[i] = nvimgcodec.CodeStream(bytes(payload))
+                stream = nvimgcodec.CodeStream(bytes(payload))
+                if too_large(stream.height, stream.width):
+                    size = f"{stream.width} x {stream.height} pixels"
+                    faults[i] = f"it has {size}, more than {MAX_PIXELS // 10**6} million"
+                else:
+                    streams[i] = stream
             except Exception:  # the library raises its own kinds, and its words name no cause
                 faults[i] = "its header is broken"
     for i, image in zip(streams, decoder.decode(list(streams.values())), strict=True):
         if image is None:
             faults[i] = "it is damaged or cut short"
     return faults
+
+
+def too_large(height: int | np.ndarray, width: int | np.ndarray) -> bool | np.ndarray:
+    """Whether pictures of so many pixels are left undecoded."""
+    return height * width > MAX_PIXELS
 
 
 def bad_record_error(description: str, fault: str, others: int = 0) -> UserError:

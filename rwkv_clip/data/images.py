@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 from PIL import Image, ImageOps
 
+from .bad_records import MAX_PIXELS
+
 JPEG_QUALITY = 95
 MAX_FILE_BYTES = 256 << 20
 # Kept as they are when only PIL is there to check them.
@@ -46,7 +48,7 @@ class Limits:
 
     min_side: int = 16
     max_aspect: float = 10.0
-    max_pixels: int = 64_000_000
+    max_pixels: int = MAX_PIXELS
     max_side: int = 2048
 
 

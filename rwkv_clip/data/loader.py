@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..errors import UserError
 from .augment import choose, cumulative_caption_weights
-from .bad_records import bad_record_error, decode_faults
+from .bad_records import bad_record_error, decode_faults, too_large
 from .batch_plan import EvalPlan, PlannedBatch, Position, TrainPlan
 from .batch_reader import BatchReader, EncodedBatch
 from .dataset import CONTEXT_LENGTH, Dataset
@@ -255,6 +255,8 @@ class Loader:
             entry = self._peeking.popleft()
             try:
                 shapes, _ = self._shapes.pop(np.array)
+                if too_large(shapes[:, 0], shapes[:, 1]).any():
+                    raise RuntimeError("a picture is too large to be decoded")
             except RuntimeError as error:
                 self._failure = (entry, error)
                 self._peeking.clear()

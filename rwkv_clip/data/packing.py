@@ -24,6 +24,7 @@ import numpy as np
 
 from ..errors import UserError
 from . import pack_workers
+from .bad_records import MAX_PIXELS
 from .dataset import MANIFEST_NAME, read_manifest, write_manifest
 from .images import Limits, has_strict_decoder
 from .pack_shard import Job, ShardReport
@@ -118,6 +119,11 @@ def _check_settings(limits: Limits, shard_size: int, name: str, num_workers: int
         raise UserError(
             f"--min-side {limits.min_side}, --max-aspect {limits.max_aspect:g}, --max-pixels {limits.max_pixels} and "
             f"--max-side {limits.max_side}: at least 1, 1, 1 and 0 are needed"
+        )
+    if limits.max_side == 0 and limits.max_pixels > MAX_PIXELS:
+        raise UserError(
+            f"--max-pixels {limits.max_pixels} with --max-side 0 keeps pictures that training refuses (more than "
+            f"{MAX_PIXELS // 10**6} million pixels): give a --max-side to scale them down to"
         )
     if 0 < limits.max_side < limits.min_side:
         raise UserError(f"--max-side {limits.max_side} is below --min-side {limits.min_side}")

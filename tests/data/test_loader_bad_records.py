@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import resource
 
 import pytest
 import torch
@@ -30,8 +31,11 @@ def all_ids(loader, epoch):
     return [batch.ids.tolist() for batch in loader.epoch(epoch)]
 
 
-@pytest.mark.parametrize("name", [*BAD_FILES, "trunc_header.jpg"])
-def test_D1_a_bad_record_stops_the_run_with_its_file_and_key_after_the_good_batches(tmp_path, fixtures, name):
+HUGE = "huge_14000x14000_gray.jpg"
+
+
+@pytest.mark.parametrize("name", [*BAD_FILES, "trunc_header.jpg", HUGE])
+def test_D1_D8_a_bad_record_stops_the_run_with_its_file_and_key_after_the_good_batches(tmp_path, fixtures, name):
     clean = small_dataset(tmp_path / "clean", 20)
     with train_loader(clean, 4) as loader:
         order = all_ids(loader, 0)
@@ -61,6 +65,19 @@ def test_D1_skipping_replaces_bad_records_and_changes_no_step_count(with_bad, ca
     assert sorted(line.split(" (")[0] for line in caplog.messages) == [
         f"skipping part-0.rec key {number}" for number in (20, 7, 8)
     ]
+
+
+@pytest.mark.parametrize("make_loader", [train_loader, eval_loader])
+def test_D8_a_huge_picture_in_a_foreign_file_is_never_decoded(tmp_path, fixtures, make_loader, caplog):
+    content = (fixtures / "img" / HUGE).read_bytes()
+    dataset = small_dataset(tmp_path, 51, payload=lambda number: content if number == 25 else jpeg_of(number))
+    with make_loader(dataset, 17, on_bad_record="skip") as loader:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        batches = list(loader.epoch(0))
+    # One plane of its pixels takes 196 MB.
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 150_000
+    assert len(batches) == 3 and list(loader.bad_records) == [25]
+    assert "it has 14000 x 14000 pixels, more than 64 million" in caplog.text
 
 
 def test_skipping_gives_the_same_batches_at_any_number_of_ranks(with_bad):

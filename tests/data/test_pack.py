@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from loader_data import train_loader
 from PIL import Image
 
 from rwkv_clip.cli import main
@@ -119,6 +120,8 @@ def test_D1_broken_pictures_are_listed_with_a_reason_and_the_rest_is_packed(tmp_
     assert found["zero_bytes.jpg"][0] == "empty file"
     output = capsys.readouterr().out
     assert "packed 20 of 23 rows" in output and "skipped 3" in output
+    with train_loader(open_dataset(tmp_path / "out"), 4) as loader:
+        assert [sum(len(batch.ids) for batch in loader.epoch(epoch)) for epoch in range(2)] == [20, 20]
     assert main(["pack", str(source), str(tmp_path / "strict"), "--workers", "1", "--strict"]) == 2
     message = capsys.readouterr().err
     assert message.count("\n") == 1 and any(name in message for name in broken)
@@ -402,6 +405,7 @@ def test_caption_names_can_be_given_and_are_checked(tmp_path):
         (["--name", "a/b"], "--name is 'a/b'"),
         (["--max-side", "8"], "--max-side 8 is below --min-side 16"),
         (["--max-aspect", "0.5"], "at least 1"),
+        (["--max-side", "0", "--max-pixels", "65000000"], "keeps pictures that training refuses"),
         (["--images", "/no/such/folder"], "is no folder"),
     ],
 )
