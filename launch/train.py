@@ -25,7 +25,7 @@ from rwkv_clip.training.distributed import CommonError, World, choose_device, me
 from rwkv_clip.training.launcher import Place, check_launcher, find_place
 from rwkv_clip.training.log import logger, start_log
 from rwkv_clip.training.signals import Interrupted, StopRequest
-from rwkv_clip.training.watchdog import Watchdog, announce_failure, announce_stop, failure_elsewhere
+from rwkv_clip.training.watchdog import Watchdog, announce_failure, announce_stop, failure_elsewhere, lost_peer
 
 # Of the parsed arguments, those in which the ranks of one job differ.
 OWN_ARGUMENTS = ("given", "local_rank")
@@ -66,13 +66,13 @@ def main() -> int:
             return int(error.code or 0)  # --help
         if world is not None and stop.requested and not stop.training_began:
             return _leave_start(world, stop)  # a peer that was asked to stop broke off what this rank was doing
-        cause = failure_elsewhere(world) if world is not None else None
+        cause = (failure_elsewhere(world) or lost_peer(world, error)) if world is not None else None
         if cause is None:
             logger.exception("rank %s failed", world.rank if world else os.environ.get("RANK", 0))
         elif world.is_first:
             report(UserError(cause))
         if world is not None:
-            announce_failure(world, f"{type(error).__name__}: {error}")
+            announce_failure(world, cause or f"{type(error).__name__}: {error}")
         return 1
     finally:
         if world is not None:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import threading
 import time
+
+import torch.distributed as dist
 
 from .distributed import World
 from .launcher import ancestors_now, launcher_is_gone
@@ -125,6 +128,19 @@ def failure_elsewhere(world: World) -> str | None:
         return world.store.get("failure").decode() if world.store.check(["failure"]) else None
     except RuntimeError:
         return f"lost the connection to rank 0 ({world.hosts[0]})"
+
+
+def lost_peer(world: World, error: BaseException) -> str | None:
+    """One line for a collective that failed as another rank was killed, which leaves no message of its own."""
+    words = " ".join(str(error).split())
+    if not isinstance(error, dist.DistBackendError) and not re.search(
+        r"[Cc]onnection (closed|reset)|[Bb]roken pipe", words
+    ):
+        return None
+    return (
+        f"rank {world.rank} ({world.hosts[world.rank]}) lost another rank, which was killed or whose machine failed "
+        f"({words[:150]}); go on with --resume auto"
+    )
 
 
 def announce_failure(world: World, message: str) -> None:

@@ -25,7 +25,7 @@ def run_ranks(world_size: int, function: Callable, *args: Any, timeout: float = 
     The function must stand at the top level of its module, and return what pickle takes (numpy rather than tensors).
     """
     results = _context.Queue()
-    port = _free_port()
+    port = free_port()
     processes = [
         _context.Process(target=_rank, args=(rank, world_size, port, results, function, args), daemon=True)
         for rank in range(world_size)
@@ -39,6 +39,15 @@ def run_ranks(world_size: int, function: Callable, *args: Any, timeout: float = 
             process.join(5)
             if process.is_alive():
                 process.kill()
+
+
+def start_rank(function: Callable, *args: Any) -> multiprocessing.Process:
+    """`function(*args)` in a process that is the only rank; it runs on until it ends or is killed."""
+    results = _context.Queue()
+    process = _context.Process(target=_rank, args=(0, 1, free_port(), results, function, args), daemon=True)
+    process.results = results  # which must live as long
+    process.start()
+    return process
 
 
 def _collect(results, world_size: int, deadline: float) -> list[Any]:
@@ -77,7 +86,7 @@ def _rank(rank: int, world_size: int, port: int, results, function: Callable, ar
         results.put((rank, None, traceback.format_exc()))
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
