@@ -17,6 +17,7 @@ COMMANDS = {
     "pack": ("rwkv_clip.data.pack", "pack images and captions into RecordIO shards"),
     "inspect": ("rwkv_clip.data.inspect", "describe and check a packed data set"),
     "prepare": ("rwkv_clip.data.prepare", "build a ready data set (pictograms, shapes), or fetch one (yfcc15m)"),
+    "plan": ("rwkv_clip.training.forecast", "predict a run's memory per GPU, its steps and its time"),
     "evaluate": ("rwkv_clip.evaluation.evaluate", "zero-shot classification and retrieval scores of a model"),
     "export": ("rwkv_clip.model.export", "write a run's weights in the published format"),
     "report": ("rwkv_clip.ops.report", "show which ops can be built here, and why not"),

@@ -7,6 +7,7 @@ compute and takes the rest from it again, which costs one more read of what is k
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable
 from functools import partial
@@ -72,6 +73,8 @@ def compiled_forward(
     if recompute not in RECOMPUTE:
         raise UserError(f"unknown recompute '{recompute}': choose one of {', '.join(RECOMPUTE)}")
     keeps = RECOMPUTE[recompute]
+    # It warns once about in-place operations, of which the blocks have none.
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
 
     def contexts() -> Any:
         return create_selective_checkpoint_contexts(partial(_policy, keeps))

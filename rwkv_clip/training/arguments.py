@@ -95,6 +95,7 @@ def _path(text: str) -> str:
 
 COUNT = _number(int, 1)
 COUNT_OR_ZERO = _number(int, 0)
+positive_number = _number(float, 0, exclusive=True)
 
 
 def caption_weights(text: str | None, names: Sequence[str]) -> list[float] | None:
@@ -172,10 +173,10 @@ def build_parser() -> Parser:
 
     add = parser.add_argument_group("optimization").add_argument
     add("--epochs", type=COUNT, default=32, help="passes over the data")
-    add("--lr", type=_number(float, 0, exclusive=True), default=1e-3, help="peak learning rate")
+    add("--lr", type=positive_number, default=1e-3, help="peak learning rate")
     add("--beta1", type=_number(float, 0, 0.9999), default=0.9, help="AdamW's first beta")
     add("--beta2", type=_number(float, 0, 0.99999), default=0.98, help="AdamW's second beta")
-    add("--eps", type=_number(float, 0, exclusive=True), default=1e-8, help="AdamW's eps")
+    add("--eps", type=positive_number, default=1e-8, help="AdamW's eps")
     add("--weight-decay", type=_number(float, 0), default=0.2, help="on matrices; norms, biases and time_* have none")
     add("--lr-schedule", choices=SCHEDULES, default="cosine", help="after the warm-up, by optimizer step")
     add("--warmup", type=_number(float, 0), default=0.1, help="share of the run (below 1) or number of steps")
@@ -238,7 +239,7 @@ def build_parser() -> Parser:
 
     add = parser.add_argument_group("checkpoints and log").add_argument
     add("--save-every", type=COUNT, help="optimizer steps between checkpoints (default: at the end of each epoch)")
-    add("--save-minutes", type=_number(float, 0, exclusive=True), help="also save after so many minutes without a save")
+    add("--save-minutes", type=positive_number, help="also save after so many minutes without a save")
     add("--keep-last", type=COUNT, default=3, help="checkpoints to keep")
     add("--keep-every", type=COUNT, help="keep also each checkpoint at a multiple of so many steps")
     add("--log-every", type=COUNT, default=10, help="optimizer steps between two lines of the log")

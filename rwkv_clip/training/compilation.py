@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
 import os
 import threading
 import time
@@ -61,8 +60,6 @@ def compile_towers(model: RWKVCLIP, config: dict[str, Any], world: World, with_r
     if world.device.type != "cuda" and not section.get("force", False):
         logger.info('the blocks are not compiled on a CPU (unless "compile" says "force": true)')
         return False
-    # It warns once about in-place operations, of which the blocks have none.
-    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     started = time.monotonic()
     # Errors in what the user wrote end the run; those of the compiler do not.
     forward = compiled_forward(section.get("recompute", "elementwise"), section.get("options"))

@@ -80,7 +80,7 @@ REFUSED_KEYS = {
     "disable_allgather": "DeepSpeed ignores it",
     "aio": "it serves offloading to nvme, which needs ZeRO stage 3",
     "datastates_ckpt": "checkpoints are written by this project's own rules",
-    "zero_force_ds_cpu_optimizer": "with offload_optimizer, PyTorch's fused AdamW runs on the CPU, which needs no compiler",
+    "zero_force_ds_cpu_optimizer": "an offloaded optimizer is PyTorch's fused AdamW, which needs no compiler",
 }
 
 STAGE_3 = (

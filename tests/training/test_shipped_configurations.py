@@ -33,8 +33,8 @@ CONFIG = ModelConfig(
 BATCH, STEPS = 4, 3
 
 
-def train(name: str) -> tuple[list[float], list[bool], dict[str, np.ndarray], list[str]] | None:
-    """(losses, which steps were applied, fp32 weights, what DeepSpeed printed a word of); None if it cannot run here."""
+def train(name: str) -> tuple[list[float], list[bool], dict[str, np.ndarray]] | None:
+    """(losses, which steps were applied, fp32 weights); None if it cannot run here."""
     import torch.distributed as dist
     from deepspeed.accelerator import get_accelerator
 

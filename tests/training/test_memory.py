@@ -1,0 +1,120 @@
+"""`rwkv-clip plan`: the memory that it predicts is what runs were measured to take, and its sums are right."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from rwkv_clip.cli import main
+from rwkv_clip.model.clip import RWKVCLIP
+from rwkv_clip.model.config import load_config
+from rwkv_clip.training import memory
+from rwkv_clip.training.loss import ClipLoss
+from rwkv_clip.training.memory import LiveBytes, activation_bytes
+
+CONFIGS = Path(__file__).parents[2] / "ds_configs"
+GIB = 2**30
+
+
+def plan(capsys, *words: object) -> dict:
+    assert main(["plan", "--json", *(str(word) for word in words)]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def on_meta(config, dtype=torch.float32) -> RWKVCLIP:
+    with torch.device("meta"):
+        model = RWKVCLIP(config)
+    return model.to(dtype).train()
+
+
+# Measured on one H200 with torch 2.11, B/32, batch 512, bf16: the real job, and a loop without an engine, whose weights
+# and states took 1.0 GiB.
+@pytest.mark.parametrize(
+    ("config", "measured", "beside"),
+    [("zero1_bf16", 28.6, None), ("zero1_bf16_compile", 10.9, 1.0)],
+)
+def test_the_predicted_peak_is_within_10_percent_of_what_an_h200_took(capsys, config, measured, beside):
+    figures = plan(capsys, "--model", "B-32", "--batch", 512, "--config", CONFIGS / f"{config}.json")
+    predicted = figures["peak"] / GIB if beside is None else figures["activations"] / GIB + beside
+    assert predicted == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_pass_on_the_meta_device_counts_what_a_real_one_holds(checkpointed):
+    nano = load_config("Nano")
+    text = dataclasses.replace(nano.text, vocab_size=50)
+    config = dataclasses.replace(nano, image=dataclasses.replace(nano.image, drop_path_rate=0.1), text=text)
+    model = RWKVCLIP(config).train()
+    if checkpointed:
+        model.set_activation_checkpointing(lambda function, *args: checkpoint(function, *args, use_reentrant=False))
+    images, tokens = torch.randn(8, 3, 48, 48), torch.randint(50, (8, 40))
+    with LiveBytes() as live:
+        ClipLoss()(*model(images, tokens)).loss.backward()
+    predicted = activation_bytes(on_meta(config), 8, checkpointed)
+    assert predicted == pytest.approx(live.peak, rel=0.02)
+    gradients = sum(4 * parameter.numel() for parameter in model.parameters())
+    assert gradients <= live.now <= 1.02 * gradients + 2**18  # everything else was freed
+
+
+def test_more_recomputing_and_checkpointing_take_less():
+    nano = load_config("Nano")
+    sizes = [activation_bytes(on_meta(nano, torch.bfloat16), 64, *how) for how in [(), (False, "products"), (True,)]]
+    assert sizes[0] > 2 * max(sizes[1:])
+
+
+def test_states_are_divided_over_the_gpus_and_offloading_takes_them_away(capsys):
+    def states(config: str, gpus: int) -> int:
+        words = ["--model", "Nano", "--batch", 8, "--gpus", gpus, "--config", CONFIGS / f"{config}.json"]
+        return plan(capsys, *words)["masters_and_moments"]
+
+    count = sum(parameter.numel() for parameter in on_meta(load_config("Nano")).parameters())
+    assert states("zero1_bf16", 1) == 12 * count
+    assert states("zero1_bf16", 8) == states("zero2_bf16", 8) == 12 * -(-count // 8)
+    assert states("zero1_bf16_offload", 8) == 0
+
+
+def test_logits_of_all_gpus_count_unless_they_are_chunked(capsys):
+    def peak(*words: object) -> int:
+        return plan(capsys, "--model", "Nano", "--batch", 256, "--config", CONFIGS / "zero2_bf16.json", *words)[
+            "activations"
+        ]
+
+    more = peak("--gpus", 65) - peak("--gpus", 1)
+    assert more == memory._LOGIT_COPIES * 4 * 256 * 256 * 64
+    assert peak("--gpus", 65, "--loss-chunk", 32) < peak("--gpus", 65) - more / 2
+
+
+def test_steps_and_times_follow_from_the_data_and_the_rate(capsys, tmp_path):
+    import numpy as np
+
+    from rwkv_clip.data.recordio import RecordWriter
+
+    with RecordWriter(tmp_path / "d") as writer:
+        for key in range(50):
+            writer.write(key, np.zeros(231, np.float32), b"x" * 8)
+    words = ["--model", "Nano", "--batch", 4, "--gpus", 2, "--data", tmp_path / "d", "--rate", 10, "--epochs", 3]
+    figures = plan(capsys, *words, "--config", CONFIGS / "fp32.json")
+    assert figures["steps_per_epoch"] == 6
+    assert figures["epoch_seconds"] == pytest.approx(48 / 20) and figures["run_seconds"] == pytest.approx(3 * 48 / 20)
+    assert main(["plan", *(str(word) for word in words), "--config", str(CONFIGS / "fp32.json")]) == 0
+    text = capsys.readouterr().out
+    assert "steps per epoch" in text and "peak memory per GPU" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--batch", "8", "--rate", "5"], "--rate gives the time of an epoch"),
+        ([], "no batch size: give --batch-size"),
+        (["--batch", "8", "--config", "none.json"], "none.json: no such file"),
+    ],
+)
+def test_a_mistake_is_answered_in_one_line(capsys, words, message):
+    assert main(["plan", "--model", "Nano", *words]) != 0
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
