@@ -108,21 +108,45 @@ def damage_cut_state(path):
     (path / STATE).write_text((path / STATE).read_text()[:40])
 
 
-@pytest.mark.parametrize("damage", [damage_missing, damage_short, damage_no_state, damage_cut_state])
+def damage_edited_state(path):
+    (path / STATE).write_text((path / STATE).read_text().replace('"step": 6', '"step": 60'))
+
+
+def damage_other_state(path):
+    (path / STATE).write_text('["step_00000006"]')
+
+
+def damage_binary_state(path):
+    (path / STATE).write_bytes(bytes(range(256)))
+
+
+def damage_state_is_a_folder(path):
+    (path / STATE).unlink()
+    (path / STATE).mkdir()
+
+
+DAMAGES = [damage_missing, damage_short, damage_no_state, damage_cut_state]
+DAMAGES += [damage_edited_state, damage_other_state, damage_binary_state, damage_state_is_a_folder]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_C5_a_broken_newest_save_is_passed_over(world, folder, damage):
     save(world, folder, 3, 6)
     damage(folder / checkpoint_name(6))
     path, state = find_checkpoint("auto", folder)
     assert path.name == "step_00000003" and state["position"]["step"] == 3
-    with pytest.raises(UserError, match="step_00000006"):
+    with pytest.raises(UserError, match="step_00000006") as caught:
         find_checkpoint(str(folder / checkpoint_name(6)), folder)
+    assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("latest", ["", "step_00000099", None])
-def test_the_newest_complete_save_is_used_whatever_latest_says(world, folder, latest):
+@pytest.mark.parametrize("latest", [b"", b"step_00000099", b"\xff\xfe", None])
+def test_the_newest_complete_save_is_used_with_a_warning_whatever_latest_says(world, folder, latest, caplog):
     save(world, folder, 3, 6)
-    (folder / "latest").unlink() if latest is None else (folder / "latest").write_text(latest)
+    (folder / "latest").unlink() if latest is None else (folder / "latest").write_bytes(latest)
+    caplog.set_level("WARNING", "rwkv_clip")
     assert find_checkpoint("auto", folder)[0].name == "step_00000006"
+    assert "going on from the newest complete checkpoint, step_00000006" in caplog.text
 
 
 def test_C7_only_auto_may_start_afresh(folder, tmp_path):
