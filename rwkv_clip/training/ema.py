@@ -88,7 +88,10 @@ class WeightAverage:
                 yield name, whole_weight(self._engine, parameter, part, None if part is None else self.value(part))
 
     def shard(self) -> dict[str, Any] | None:
-        """What this rank's file in a checkpoint holds, copied to the CPU; None where another rank holds the same."""
+        """What this rank's file in a checkpoint holds (model/averaged.py), copied to the CPU.
+
+        None where every rank holds the same and another one writes it.
+        """
         partitioned = any(hasattr(part.parameter, "_hp_mapping") for part in self._parts.values())
         if not partitioned and self._engine.global_rank != 0:
             return None
@@ -114,7 +117,7 @@ class WeightAverage:
         short = [name for name, count in missing.items() if count]
         if short:
             raise UserError(
-                f"{folder} lacks averaged weights ('{short[0]}'): go on without --ema-decay, or from another checkpoint"
+                f"{folder} lacks averaged weights ('{short[0]}'), which --ema-decay needs: use another checkpoint"
             )
 
 

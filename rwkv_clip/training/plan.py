@@ -27,7 +27,7 @@ from ..model.clip import RWKVCLIP
 from ..model.config import ModelConfig, load_config
 from ..model.published import check_fit, read_state_dict
 from ..version import __version__
-from .arguments import caption_weights
+from .arguments import build_parser, caption_weights
 from .checkpoint import Position, find_checkpoint
 from .config import BatchSizes, fill_scheduler, precision_name, read_config, resolve_config
 from .distributed import World, available_cores
@@ -245,12 +245,14 @@ def _check_evaluation_folder(folder: str | None) -> None:
 def _check_resume(plan: Plan, state: dict[str, Any]) -> None:
     """`UserError` for whatever would make the resumed run another run."""
     now, source = plan.description(), plan.resume_from
-    for name, then in state["flags"].items():
-        if now["flags"].get(name) != then:
+    parser = build_parser()
+    for name, given in now["flags"].items():
+        then = state["flags"].get(name, parser.get_default(name))  # an older version may not have had the flag
+        if given != then:
             flag = "--" + name.replace("_", "-")
             raise UserError(
-                f"{flag} was {then} in the run to resume ({source}) and is {now['flags'].get(name)}: give the old "
-                "value, or start a new run with --pretrained"
+                f"{flag} was {then} in the run to resume ({source}) and is {given}: give the old value, or start a "
+                "new run with --pretrained"
             )
     for name, flag in (("model", "--model"), ("data", "--train-data")):
         if now[name] != state[name]:

@@ -13,6 +13,7 @@ import deepspeed
 import torch
 
 import rwkv_clip
+from rwkv_clip.model.averaged import file_name
 from rwkv_clip.model.published import read_state_dict
 from rwkv_clip.training.ema import WeightAverage
 from rwkv_clip.training.masters import set_masters
@@ -41,7 +42,8 @@ def main(config: str, weights: str, out: Path) -> None:
         set_masters(engine, exact)
         engine.save_checkpoint(str(out / name / "checkpoints"), tag="step_00000001")
         if name == "locked":
-            WeightAverage(engine, decay=0.99).save(out / name / "checkpoints" / "step_00000001")
+            shard = WeightAverage(engine, decay=0.99).shard()
+            torch.save(shard, out / name / "checkpoints" / "step_00000001" / file_name(engine.global_rank))
         if name == "locked" and engine.global_rank == 0:
             frozen = {key: exact[key] for key, p in model.named_parameters() if not p.requires_grad}
             torch.save(frozen, out / name / "checkpoints" / "step_00000001" / "frozen.pt")

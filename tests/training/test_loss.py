@@ -154,6 +154,23 @@ def test_O1_any_number_of_ranks_gives_one_ranks_loss_and_gradients(world_size):
             assert relative_error(torch.from_numpy(value), expected) < 5e-5
 
 
+def largest_tensor_on_a_rank(chunk: int, count: int) -> int:
+    import torch.distributed as dist
+
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    image, text, log_scale = make_features(count)
+    rows = slice(rank * count // world_size, (rank + 1) * count // world_size)
+    with LargestTensor() as record:
+        features = [tensor[rows].detach().requires_grad_() for tensor in (image, text)]
+        apply_loss(ClipLoss(chunk=chunk), *features, log_scale).loss.backward()
+    return record.elements
+
+
+def test_a_rank_holds_its_own_rows_of_logits_and_a_chunk_of_them_when_told():
+    assert run_ranks(2, largest_tensor_on_a_rank, 0, 128) == [64 * 128] * 2
+    assert run_ranks(2, largest_tensor_on_a_rank, 10, 128) == [2 * 128 * WIDTH] * 2  # the gathered features
+
+
 def test_G4_local_negatives_report_the_mean_over_ranks():
     tensors = make_features(12)
     halves = [[tensor[rows] for tensor in tensors[:2]] + [tensors[2]] for rows in (slice(0, 6), slice(6, 12))]
