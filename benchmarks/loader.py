@@ -33,7 +33,7 @@ from rwkv_clip.data.augment import ASPECT, ATTEMPTS
 from rwkv_clip.data.batch_reader import BatchReader
 from rwkv_clip.data.dataset import Dataset, open_dataset
 from rwkv_clip.data.loader import Loader
-from rwkv_clip.data.pipeline import DecoderSettings, FedPipeline, encoded_list
+from rwkv_clip.data.pipeline import DecoderSettings, FedPipeline, decoder_arguments, encoded_list
 from rwkv_clip.data.recordio import pair_paths
 from rwkv_clip.data.sampler import Sampler
 from rwkv_clip.model.transform import CROP_AREA, MEAN, STD
@@ -140,14 +140,7 @@ def mxnet_row(args, prefix: Path, device: torch.device, settings: DecoderSetting
         prefetch_queue_depth=settings.prefetch,
         seed=SEED,
     )
-    decoder = {"device": "cpu"}
-    if cuda:
-        decoder = {
-            "device": "mixed",
-            "hw_decoder_load": settings.hw_decoder_load,
-            "device_memory_padding": settings.device_memory_padding,
-            "host_memory_padding": settings.host_memory_padding,
-        }
+    decoder = decoder_arguments(device, settings)
     with pipeline:
         jpegs, labels = fn.readers.mxnet(
             path=f"{prefix}.rec",
@@ -247,6 +240,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="decoding threads")
     parser.add_argument("--prefetch", type=int, default=DecoderSettings.prefetch)
     parser.add_argument("--hw-decoder-load", type=float, default=DecoderSettings.hw_decoder_load)
+    parser.add_argument("--memory-padding", type=float, default=DecoderSettings.memory_padding)
     parser.add_argument("--work-ms", type=float, default=15, help="Python work per batch (default: %(default)s)")
     parser.add_argument("--no-decoding", action="store_true", help="only the rows without decoding")
     parser.add_argument("--feeds", action="store_true", help="compare ways of feeding instead")
@@ -254,7 +248,7 @@ def main() -> int:
     args = parser.parse_args()
 
     device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
-    settings = DecoderSettings(args.workers, args.prefetch, args.hw_decoder_load)
+    settings = DecoderSettings(args.workers, args.prefetch, args.hw_decoder_load, args.memory_padding)
     with tempfile.TemporaryDirectory() as folder:
         prefix = Path(folder) / "made-up" if args.data is None else pair_paths(args.data)[0].with_suffix("")
         if args.data is None:

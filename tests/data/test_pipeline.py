@@ -16,7 +16,7 @@ from PIL import Image
 from rwkv_clip.data.batch_reader import BatchReader
 from rwkv_clip.data.dataset import open_dataset
 from rwkv_clip.data.loader import Loader, check_input_size
-from rwkv_clip.data.pipeline import DecoderSettings, eval_regions
+from rwkv_clip.data.pipeline import DecoderSettings, decoder_arguments, eval_regions
 from rwkv_clip.errors import UserError
 from rwkv_clip.model.transform import ImageTransform
 
@@ -203,10 +203,21 @@ def test_a_dropped_loader_ends_its_threads_too(tmp_path):
     assert num_threads(before) <= before
 
 
-@pytest.mark.parametrize("options", [{"num_threads": 0}, {"prefetch": 0}, {"hw_decoder_load": 1.5}])
+@pytest.mark.parametrize(
+    "options", [{"num_threads": 0}, {"prefetch": 0}, {"hw_decoder_load": 1.5}, {"memory_padding": -1}]
+)
 def test_decoder_settings_that_make_no_sense_are_refused(options):
     with pytest.raises(UserError):
         DecoderSettings(**options)
+
+
+def test_the_decoder_on_a_gpu_gets_the_published_settings_unless_told_otherwise():
+    cuda = torch.device("cuda", 0)
+    published = {"hw_decoder_load": 0.65, "device_memory_padding": 211_025_920, "host_memory_padding": 140_544_512}
+    assert published.items() <= decoder_arguments(cuda, DecoderSettings()).items()
+    told = decoder_arguments(cuda, DecoderSettings(hw_decoder_load=0.9, memory_padding=0))
+    assert {"hw_decoder_load": 0.9, "device_memory_padding": 0, "host_memory_padding": 0}.items() <= told.items()
+    assert decoder_arguments(CPU, DecoderSettings())["device"] == "cpu"
 
 
 @pytest.mark.parametrize("prefetch", [1, 2, 5])

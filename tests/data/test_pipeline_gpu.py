@@ -15,7 +15,7 @@ from rwkv_clip.errors import UserError
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-SETTINGS = DecoderSettings(num_threads=2, device_memory_padding=0, host_memory_padding=0)
+SETTINGS = DecoderSettings(num_threads=2, memory_padding=0)
 NAMES = ["rgb.jpg", "cmyk_adobe.jpg", "exif_rot6.jpg", "gray.jpg", "progressive.jpg", "sub444.jpg", "rgb.png",
          "rgba.png", "rgb.bmp", "rgb.tiff", "rgb.jp2", "lossy.webp", "multi.mpo.jpg"]  # fmt: skip
 
