@@ -224,8 +224,25 @@ def build_parser() -> Parser:
     add(
         "--on-bad-record", choices=("raise", "skip"), default="raise", help="what a picture that cannot be decoded does"
     )
-    add("--prefetch", type=_number(int, 1, 256), default=3, help="batches made ahead of the training step")
-    add("--hw-decoder-load", type=_number(float, 0, 1), default=0.65, help="share of JPEGs for the GPU's JPEG engine")
+    add(
+        "--prefetch",
+        type=_number(int, 1, 256),
+        default=3,
+        help="batches made ahead of the training step: evens out slow reads, takes 600 KB of GPU memory a 224 px picture",
+    )
+    add(
+        "--hw-decoder-load",
+        type=_number(float, 0, 1),
+        default=0.65,
+        help="share of JPEGs for the GPU's JPEG engine; on one H200 0.65 gave 29,900 pictures a second, 0 gave 15,800",
+    )
+    add(
+        "--decoder-padding",
+        type=_number(float, 0),
+        default=1.0,
+        help="memory set aside for large pictures: 1 is 211 MB of GPU and 281 MB of page-locked memory per decoding "
+        "thread, as published; 0 saves it and allocates in mid-run",
+    )
     add("--train-num-samples", type=COUNT, help="expected number of records; an error if the data hold another number")
     add("--max-steps-per-epoch", type=COUNT, help="optimizer steps after which an epoch ends early")
     add("--val-data", type=_path, metavar="PATH", help="packed data set for a validation loss")

@@ -123,7 +123,10 @@ class Plan:
             "context_length": self.model_config.text.context_length,
             "device": device,
             "settings": DecoderSettings(
-                num_threads=threads, prefetch=self.args.prefetch, hw_decoder_load=self.args.hw_decoder_load
+                num_threads=threads,
+                prefetch=self.args.prefetch,
+                hw_decoder_load=self.args.hw_decoder_load,
+                memory_padding=self.args.decoder_padding,
             ),
         }
 
