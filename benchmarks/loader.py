@@ -267,9 +267,9 @@ def main() -> int:
     print(
         f"{machine}, {args.workers} threads, batch {args.batch_size}, {args.image_size} px, {mean_kb:.0f} KB a record"
     )
-    print(f"{'':48s}{'records/s':>12s}{'thread us/record':>18s}")
+    print(f"{'':54s}{'records/s':>12s}{'thread us/record':>18s}")
     for row in rows:
-        print(f"{row['name']:48s}{row['records_per_s']:12,.0f}{row['thread_us_per_record']:18.1f}")
+        print(f"{row['name']:54s}{row['records_per_s']:12,.0f}{row['thread_us_per_record']:18.1f}")
     if args.json:
         facts = {"machine": machine, "record_kb": mean_kb} | {k: str(v) for k, v in vars(args).items()}
         args.json.write_text(json.dumps({"settings": facts, "rows": rows}, indent=1) + "\n")

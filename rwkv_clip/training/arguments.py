@@ -228,7 +228,7 @@ def build_parser() -> Parser:
         "--prefetch",
         type=_number(int, 1, 256),
         default=3,
-        help="batches made ahead of the training step: evens out slow reads, takes 600 KB of GPU memory a 224 px picture",
+        help="batches made ahead of the step: evens out slow reads, takes 600 KB of GPU memory a picture of 224 px",
     )
     add(
         "--hw-decoder-load",
