@@ -265,6 +265,6 @@ def log_line(position: Position, steps: int, epochs: int, values: dict[str, floa
     if values["skipped_steps"]:
         pieces.append(f"{values['skipped_steps']:.0f} skipped")
     if values["loss_spikes"]:
-        pieces.append(f"{values['loss_spikes']:.0f} loss spikes")
+        pieces.append(f"{values['loss_spikes']:.0f} loss spike{'s' * (values['loss_spikes'] > 1)}")
     pieces.append(f"ETA {duration(eta)}")
     return "  ".join(pieces)
