@@ -1,14 +1,16 @@
 """Speed and memory of the real training job, measured from its own metrics.
 
-    python benchmarks/train_step.py                                 B/32, batch 512, made-up JPEGs, the GPU
-    python benchmarks/train_step.py --model RWKV-CLIP-B-16 --data data/mine --json out.json
+    python benchmarks/train_step.py --table --data /tmp/made-up           every row of the README's table, as Markdown
+    python benchmarks/train_step.py                                       B/32, batch 512, made-up JPEGs, the GPU
     python benchmarks/train_step.py --config ds_configs/zero1_bf16_checkpointing.json --batch-size 4096
-    python benchmarks/train_step.py --gpus 8
+    python benchmarks/train_step.py --peer open_clip --json out.json      beside open_clip's ViT-B/32
 
-Starts `deepspeed launch/train.py` as a user does: engine, loss, optimizer, clipping, logging and the data path from
-JPEGs in shards are all on. Speed is the median over the log intervals after the warm-up. FLOP/s count the matrix
-products of the model (forward once, backward twice), not the operator or element-wise work; the peak beside it is a
-product of 8192 x 8192 bf16 matrices measured first, on the same machine.
+Starts `deepspeed` as a user does: engine, loss, optimizer, clipping, logging and the data path from JPEGs in shards are
+all on. Speed is the median over the log intervals after the warm-up. The same run then trains on batches that it kept:
+the difference is what the data path costs. FLOP/s count the matrix products of the model (forward once, backward
+twice), not the operator or element-wise work; the peak beside it is a product of 8192 x 8192 bf16 matrices measured
+first, on the same machine. Memory is torch's max_memory_allocated of the fullest GPU, what `rwkv-clip plan` predicts
+for it, and what NVML says is in use.
 """
 
 from __future__ import annotations
@@ -16,24 +18,36 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import math
+import multiprocessing
 import os
-import re
-import statistics
-import subprocess
 import sys
 import tempfile
-import threading
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import peer
 import torch
+from job import ROOT, JobFailed, Settings, measure
 from pictures import make_pair
 
-from rwkv_clip.data.dataset import open_dataset
 from rwkv_clip.model.config import ModelConfig, load_config
+from rwkv_clip.training.forecast import forecast
 
-ROOT = Path(__file__).resolve().parents[1]
+# (model, file in ds_configs/, batch size) of each row of the README's table.
+TABLE = [
+    ("RWKV-CLIP-B-32", "zero1_bf16", 512),
+    ("RWKV-CLIP-B-32", "zero1_bf16_compile", 512),
+    ("RWKV-CLIP-B-32", "zero1_bf16_selective", 512),
+    ("RWKV-CLIP-B-32", "zero1_bf16_checkpointing", 512),
+    ("RWKV-CLIP-B-32", "zero1_bf16_checkpointing", 4096),
+    ("RWKV-CLIP-B-32", "zero1_bf16_compile", 256),
+    ("RWKV-CLIP-B-32", "zero1_bf16_checkpointing", 2048),
+    ("RWKV-CLIP-B-16", "zero1_bf16_compile", 512),
+    ("RWKV-CLIP-B-32", "zero2_bf16", 512),
+    ("RWKV-CLIP-B-32", "zero1_bf16_offload", 512),
+    ("RWKV-CLIP-B-32", "zero1_fp16", 512),
+    ("RWKV-CLIP-B-32", "fp32", 256),
+]
 
 
 def matrix_flops_per_pair(config: ModelConfig) -> float:
@@ -55,9 +69,17 @@ def matrix_flops_per_pair(config: ModelConfig) -> float:
 
 
 def peak_flops() -> float | None:
-    """Best of a few bf16 products of 8192 x 8192 random matrices, FLOP/s; None without a GPU."""
+    """Best of a few bf16 products of 8192 x 8192 random matrices, FLOP/s; None without a GPU.
+
+    In a process of its own, whose CUDA context is gone when the job is measured.
+    """
     if not torch.cuda.is_available():
         return None
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(_peak_flops)
+
+
+def _peak_flops() -> float:
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     times = []
     for _ in range(10):
@@ -67,116 +89,137 @@ def peak_flops() -> float | None:
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) / 1e3)
-    del a, b
-    torch.cuda.empty_cache()
     return 2 * 8192**3 / min(times)
 
 
-class ProcessMemory(threading.Thread):
-    """Highest memory in use on GPU 0 as nvidia-smi reports it, in GiB, while it runs."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.peak = 0.0
-        self._done = threading.Event()
-
-    def run(self) -> None:
-        command = ["nvidia-smi", "--id=0", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-        while not self._done.wait(0.5):
-            answer = subprocess.run(command, capture_output=True, text=True)
-            if answer.returncode == 0 and answer.stdout.strip().isdigit():
-                self.peak = max(self.peak, int(answer.stdout) / 1024)
-
-    def stop(self) -> float:
-        self._done.set()
-        self.join()
-        return self.peak
+def machine() -> str:
+    if os.environ.get("DS_ACCELERATOR") == "cpu" or not torch.cuda.is_available():
+        return f"{len(os.sched_getaffinity(0))} CPU cores"
+    return torch.cuda.get_device_name(0)
 
 
-def run_job(args: argparse.Namespace, data: Path, run: Path) -> None:
-    steps = args.warm_up + args.steps
-    # A small data set gives fewer steps per epoch than are to be measured.
-    steps_per_epoch = min(steps, len(open_dataset(data)) // (args.batch_size * args.gpus))
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(args.gpus)]
-    command += ["--master_port", str(args.port), str(ROOT / "launch" / "train.py")]
-    command += ["--model", args.model, "--train-data", str(data), "--output", str(run)]
-    command += ["--deepspeed_config", str(args.config), "--batch-size", str(args.batch_size), "--grad-clip", "1.0"]
-    command += ["--max-steps-per-epoch", str(steps_per_epoch), "--epochs", str(math.ceil(steps / steps_per_epoch))]
-    command += ["--save-every", "1000000"]
-    command += ["--log-every", str(args.log_every), *args.flags]
-    environment = dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if done.returncode:
-        sys.exit(f"the job failed with status {done.returncode}:\n{done.stdout[-6000:]}")
+def row(args: argparse.Namespace, folder: Path, data: Path, peak: float | None) -> dict:
+    """All figures of one job."""
+    settings = Settings(
+        model=args.model,
+        config=args.config,
+        batch_size=args.batch_size,
+        data=data,
+        gpus=args.gpus,
+        warm_up=args.warm_up,
+        steps=args.steps,
+        log_every=args.log_every,
+        port=args.port,
+        timeout=args.timeout,
+        peer=args.peer is not None and peer.is_installed(),
+        flags=args.flags,
+    )
+    figures = measure(settings, folder / f"run_{args.config.stem}_{args.batch_size}_{args.model}")
+    asked = SimpleNamespace(
+        model=args.model,
+        config=str(args.config),
+        batch=args.batch_size,
+        gpus=args.gpus,
+        gradient_accumulation=None,
+        loss_chunk=0,
+        data=None,
+        rate=None,
+    )
+    figures["predicted_peak_gib"] = forecast(asked)["peak"] / 2**30
+    flops = 3 * matrix_flops_per_pair(load_config(args.model)) * figures["samples_per_second"] / args.gpus
+    figures["tflops_per_gpu"] = flops / 1e12
+    if peak:
+        figures["share_of_peak_pct"] = 100 * flops / peak
+        figures["peak_tflops"] = peak / 1e12
+    return figures
 
 
-def read_job(run: Path, warm_up: int, log_every: int) -> dict[str, float]:
-    """Medians over the intervals after the warm-up, and what the log says of the start."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    intervals = [row for row in rows if "samples_per_second" in row and row["step"] >= warm_up + log_every]
-    log = (run / "training.log").read_text()
-    start = re.search(r"training begins ([\d.]+) s", log)
-    return {
-        "samples_per_second": statistics.median(row["samples_per_second"] for row in intervals),
-        "step_ms": 1e3 * statistics.median(row["step_seconds"] for row in intervals),
-        "data_wait_pct": statistics.median(row["data_wait_pct"] for row in intervals),
-        "torch_peak_gib": max(row["max_memory_gib"] for row in intervals),
-        "start_s": float(start[1]) if start else float("nan"),
-        "final_loss": rows[-1].get("loss", float("nan")),
-        "intervals": len(intervals),
-    }
+def report(figures: dict, indent: str = "  ") -> None:
+    """Print figures, those that hold others indented below their name."""
+    for name, value in figures.items():
+        if isinstance(value, dict):
+            print(f"{indent}{name}")
+            report(value, indent + "    ")
+        else:
+            print(f"{indent}{name:30s} {value:12,.3f}")
+
+
+def table_line(args: argparse.Namespace, figures: dict) -> str:
+    """One row of the table in Markdown."""
+    name = args.model.removeprefix("RWKV-CLIP-")
+    unknown = float("nan")
+    start = figures["start_phases_s"].get("until the first step has ended", unknown)
+    process = figures.get("process_peak_gib", unknown)
+    lost, share = figures.get("data_loss_pct", unknown), figures.get("share_of_peak_pct", unknown)
+    return (
+        f"| {name}, {args.batch_size}, `{args.config.name}` | {figures['samples_per_second']:,.0f} img/s | "
+        f"{figures['step_ms']:.1f} ms | {figures['torch_peak_gib']:.1f} GiB ({process:.1f}) | "
+        f"{figures['predicted_peak_gib']:.1f} GiB | {figures['data_wait_pct']:.1f} % | "
+        f"{lost:.1f} % | {share:.0f} % | {start:.0f} s |"
+    )
+
+
+HEADER = (
+    "| model, batch, file | speed | step | torch's peak (process) | predicted | data wait | lost to data "
+    "| of the matrix peak | start to first step |\n|---|---|---|---|---|---|---|---|---|"
+)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--table", action="store_true", help="measure every row of the README's table")
+    parser.add_argument("--only", default="", help="with --table: rows whose name contains this, such as B-16 or fp16")
     parser.add_argument("--model", default="RWKV-CLIP-B-32")
     parser.add_argument("--batch-size", type=int, default=512, help="pairs per GPU (default: %(default)s)")
     parser.add_argument("--config", type=Path, default=ROOT / "ds_configs" / "zero1_bf16.json")
-    parser.add_argument("--data", type=Path, help="packed data set; default: made-up JPEGs of 500 x 375")
+    parser.add_argument("--data", type=Path, help="packed data set, made up there if missing (JPEGs of 500 x 375)")
     parser.add_argument("--records", type=int, default=24576, help="made-up records (default: %(default)s)")
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--warm-up", type=int, default=20, help="steps not counted (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=60, help="steps counted (default: %(default)s)")
     parser.add_argument("--log-every", type=int, default=10, help="steps per interval (default: %(default)s)")
+    parser.add_argument("--peer", choices=("open_clip",), help="measure it as well, on the same batches")
     parser.add_argument("--port", type=int, default=29511)
+    parser.add_argument("--timeout", type=float, default=600, help="seconds for one job (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="write the figures there too")
     parser.add_argument("flags", nargs="*", help="after --: more flags for launch/train.py")
     args = parser.parse_args()
 
-    gpu = torch.cuda.is_available()
-    peak = peak_flops()
-    with tempfile.TemporaryDirectory() as folder:
-        data = args.data
-        if data is None:
-            data = Path(folder) / "made-up"
-            needed = args.batch_size * args.gpus
-            make_pair(data, max(args.records, needed))
-        memory = ProcessMemory()
-        if gpu:
-            memory.start()
-        began = time.monotonic()
-        run_job(args, data, Path(folder) / "run")
-        figures = read_job(Path(folder) / "run", args.warm_up, args.log_every)
-        figures["job_s"] = time.monotonic() - began
-        if gpu:
-            figures["process_peak_gib"] = memory.stop()
-    flops = 3 * matrix_flops_per_pair(load_config(args.model)) * figures["samples_per_second"] / args.gpus
-    figures["tflops_per_gpu"] = flops / 1e12
-    if peak:
-        figures["share_of_peak"] = flops / peak
-        figures["peak_tflops"] = peak / 1e12
-    machine = f"{args.gpus} x {torch.cuda.get_device_name(0)}" if gpu else "CPU"
-    print(
-        f"{args.model}, batch {args.batch_size} per GPU, {args.config.name}, {machine}, torch {torch.__version__}, "
-        f"{datetime.date.today()}"
-    )
-    for name, value in figures.items():
-        print(f"  {name:20s} {value:12,.3f}")
-    if args.json:
-        facts = {name: str(value) for name, value in vars(args).items() if name != "json"}
-        facts |= {"machine": machine, "torch": torch.__version__, "date": str(datetime.date.today())}
-        args.json.write_text(json.dumps({"settings": facts, "figures": figures}, indent=1) + "\n")
-    return 0
+    if args.peer and not peer.is_installed():
+        print(peer.MISSING, flush=True)
+    rows = [(args.model, args.config, args.batch_size)]
+    if args.table:
+        rows = [(model, ROOT / "ds_configs" / f"{name}.json", batch) for model, name, batch in TABLE]
+        rows = [row for row in rows if args.only in f"{row[0]} {row[1].stem} {row[2]}"]
+    peak, status, results = peak_flops(), 0, []
+    print(f"{args.gpus} x {machine()}, torch {torch.__version__}, {datetime.date.today()}", flush=True)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        data = args.data or folder / "made-up"
+        if not data.exists() and not data.with_name(data.name + ".rec").exists():
+            most = max(batch for _, _, batch in rows)
+            make_pair(data, max(args.records, most * args.gpus))
+        if args.table:
+            print(HEADER, flush=True)
+        for args.model, args.config, args.batch_size in rows:
+            name = f"{args.model}, batch {args.batch_size} per GPU, {args.config.name}"
+            try:
+                figures = row(args, folder, data, peak)
+            except JobFailed as error:
+                print(f"{name}: {error}", file=sys.stderr, flush=True)
+                status = 1
+                continue
+            results.append({"name": name, "figures": figures})
+            if args.table:
+                print(table_line(args, figures), flush=True)
+            else:
+                print(name)
+                report(figures)
+            if args.json:  # after every row, as the next one may take the time that is left
+                facts = {"machine": f"{args.gpus} x {machine()}", "torch": torch.__version__}
+                facts |= {"date": str(datetime.date.today()), "flags": args.flags}
+                args.json.write_text(json.dumps({"settings": facts, "rows": results}, indent=1) + "\n")
+    return status
 
 
 if __name__ == "__main__":
