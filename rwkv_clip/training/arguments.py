@@ -207,7 +207,7 @@ def build_parser() -> Parser:
     add(
         "--ema-decay",
         type=_number(float, 0.5, 0.999999),
-        help="keep averaged weights, of which each step leaves this share (0.9999); evaluations use them",
+        help="keep an average of the weights (EMA) with this decay, such as 0.9999; evaluations use it",
     )
     add("--max-skipped", type=COUNT, default=50, help="stop after so many steps in a row with NaN or Inf gradients")
 

@@ -95,11 +95,13 @@ class WeightAverage:
         partitioned = any(hasattr(part.parameter, "_hp_mapping") for part in self._parts.values())
         if not partitioned and self._engine.global_rank != 0:
             return None
+        # One copy for each of the optimizer's few tensors, which a file holds once, however many parts look into it.
+        copies = {owner: average.to("cpu", copy=True) for owner, average in self._average_of.items()}
         parts = {
             name: {
                 "shape": list(part.parameter.shape),
                 "start": part.start,
-                "values": self.value(part).to("cpu", torch.float32, copy=True),
+                "values": part.view(copies[id(part.owner)]),
             }
             for name, part in self._parts.items()
         }
