@@ -220,17 +220,15 @@ def _wait_for_all(place: Place, store: dist.Store, timeout: int) -> list[str]:
 
 
 def _connect(place: Place, timeout: int, job: str, as_client: bool = False) -> dist.Store:
-    # torchrun's agent has the store already.
-    hosts_store = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and not as_client
+    # torchrun's agent has a store already.
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    hosts_store = place.rank == 0 and not has_agent and not as_client
+    digest = hashlib.sha256(job.encode()).hexdigest()[:16]
+    prefix = f"rwkv_clip/{digest}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
     try:
-        store = dist.TCPStore(
-            place.master_address,
-            place.master_port,
-            place.world_size,
-            is_master=hosts_store,
-            timeout=timedelta(seconds=timeout),
-            wait_for_workers=False,
-        )
+        store = _tcp_store(place, place.master_address, place.master_port, timeout, hosts_store)
+        if has_agent and place.local_world_size == place.world_size:
+            store = _store_beside(place, dist.PrefixStore(prefix, store), timeout, as_client)
     except (RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         where = f"{place.master_address}:{place.master_port}"
@@ -243,8 +241,25 @@ def _connect(place: Place, timeout: int, job: str, as_client: bool = False) -> d
             f"rank {place.rank} on {socket.gethostname()} found no rank 0 at {where} within {timeout} s ({reason}): "
             "check that it started, and that the port is open"
         ) from None
-    digest = hashlib.sha256(job.encode()).hexdigest()[:16]
-    return dist.PrefixStore(f"rwkv_clip/{digest}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    return dist.PrefixStore(prefix, store)
+
+
+def _store_beside(place: Place, agents: dist.Store, timeout: int, as_client: bool) -> dist.Store:
+    """A store of rank 0's own: a signal that kills torchrun takes its agent's store away before the ranks can save.
+
+    Only for ranks on one machine, where rank 0 is found without asking which of its addresses the others reach.
+    """
+    if place.rank == 0 and not as_client:
+        store = _tcp_store(place, "127.0.0.1", 0, timeout, hosts=True)
+        agents.set("port", str(store.port))
+        return store
+    agents.wait(["port"], timedelta(seconds=timeout))
+    return _tcp_store(place, "127.0.0.1", int(agents.get("port")), timeout, hosts=False)
+
+
+def _tcp_store(place: Place, address: str, port: int, timeout: int, hosts: bool) -> dist.TCPStore:
+    seconds = timedelta(seconds=timeout)
+    return dist.TCPStore(address, port, place.world_size, is_master=hosts, timeout=seconds, wait_for_workers=False)
 
 
 def _machines(place: Place, ranks: list[int]) -> str:

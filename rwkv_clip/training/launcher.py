@@ -232,15 +232,17 @@ def _option(words: list[str], *names: str) -> str | None:
 
 
 def launcher_is_gone(place: Place, parent: int, grandparent: int) -> bool:
-    """Whether the deepspeed launcher above this process has died and left it behind.
+    """Whether the launcher above this process, deepspeed or torchrun, has died and left it behind.
 
-    parent, grandparent: their ids at the start. A signal other than SIGTERM and SIGINT kills DeepSpeed's launcher and
-    reaches nobody else; on one machine SIGTERM does too.
+    parent, grandparent: their ids at the start. A signal like SIGUSR1 kills a launcher and reaches nobody else; with
+    DeepSpeed's on one machine SIGTERM does too.
     """
-    if place.launcher != "deepspeed":
+    if place.launcher not in ("deepspeed", "torchrun"):
         return False
     if os.getppid() != parent:
         return True
+    if place.launcher == "torchrun":  # one process, the parent
+        return False
     if grandparent == 1:  # the launcher is the first process of a container, or had died before this one looked
         return "deepspeed" not in _command_line(1)
     return grandparent > 1 and _parent_of(parent) != grandparent

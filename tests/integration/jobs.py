@@ -125,14 +125,14 @@ class Job:
                 found[int(process.environ()["RANK"])] = process
         return [found[rank] for rank in sorted(found)]
 
-    def wait_for(self, text: str, timeout: float = 90) -> None:
+    def wait_for(self, text: str, timeout: float = 180) -> None:
         deadline = time.monotonic() + timeout
         while text not in self.output:
             if self.process.poll() is not None or time.monotonic() > deadline:
                 raise AssertionError(f"{text!r} did not appear in:\n{self.output}")
             time.sleep(0.2)
 
-    def wait(self, timeout: float = 120) -> Result:
+    def wait(self, timeout: float = 240) -> Result:
         """Its end; a job that hangs fails the test."""
         try:
             status = self.process.wait(timeout)

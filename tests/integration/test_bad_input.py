@@ -32,6 +32,17 @@ def test_C7_a_resume_from_nowhere_is_refused(folder, data, model):
     assert_refused(run(*job, log=folder / "c7.log"), "--resume /no/such")
 
 
+def test_a_run_whose_only_save_was_edited_by_hand_is_never_started_afresh(folder, data, model):
+    output = folder / "edited"
+    state = output / "checkpoints" / "step_00000003" / "state.json"
+    state.parent.mkdir(parents=True)
+    state.write_text('{"format": 2, "position": {"step": 3}, "files": {}}')
+    job = arguments(data, model, output, "--batch-size", 8, "--resume", "auto")
+    result = run(*job, log=folder / "edited.log")
+    assert_refused(result, "none of the 1 checkpoints", "step_00000003")
+    assert "state.json was changed after it was written" in result.output
+
+
 def test_N1_a_misspelt_hostfile_is_refused(folder, data, model):
     job = arguments(data, model, folder / "n1", "--batch-size", 8)
     result = run(*job, log=folder / "n1.log", hostfile="no_such_hosts")

@@ -1,6 +1,7 @@
 """Signals, killed and failing ranks: nothing is lost, and nobody is left behind."""
 
 import signal
+import time
 
 import pytest
 from jobs import CONFIGS, Job, pictures, run, wait_until_gone, write_data
@@ -24,28 +25,40 @@ def newest_step(output) -> int:
     return verify(newest)["position"]["step"]
 
 
-def test_C16_a_signal_to_one_rank_saves_a_common_step_on_all(folder, data, model, output):
-    rarely = ["--save-every", 1000000, "--save-minutes", 0.01]
+@pytest.fixture(scope="module")
+def held_out(folder, fixtures):
+    """So many pairs that an evaluation takes seconds."""
+    write_data(folder / "held_out" / "pairs", pictures(fixtures, 4000))
+    write_manifest(folder / "held_out", ["pairs"], ["raw", "synthetic", "generated"])
+    return folder / "held_out"
+
+
+def test_C16_a_signal_to_one_rank_in_an_evaluation_saves_a_common_step_on_all(folder, data, model, output, held_out):
+    rarely = ["--save-every", 1000000, "--save-minutes", 0.01, "--val-data", held_out, "--eval-every", 40]
     job = Job(*arguments(data, model, output, *rarely), log=folder / "signal.log")
     job.wait_for("saved")  # by the clock, which is rank 0's
+    job.wait_for("step 40/")
+    time.sleep(0.3)
     ranks = job.ranks()
     ranks[1].send_signal(signal.SIGUSR1)
     assert wait_until_gone(ranks) < 60
     result = job.wait(30)
     assert result.status == 0, result.output
     assert "stopped by" in result.output and "--resume auto" in result.output
-    assert f"after step {newest_step(output)}, saved" in result.output
+    assert "after step 40, saved" in result.output and newest_step(output) == 40
+    assert "evaluated" not in result.output
 
 
 def test_a_signal_to_the_launcher_stops_and_saves_and_the_next_start_goes_on_there(folder, data, model, output):
     before = newest_step(output)
-    job = Job(*arguments(data, model, output, "--resume", "auto"), log=folder / "launcher.log")
+    job = Job(*arguments(data, model, output, "--resume", "auto", "--val-data", data), log=folder / "launcher.log")
     job.wait_for(f"step {before + 4:,}/")
     ranks = job.ranks()
     job.process.send_signal(signal.SIGTERM)
     assert wait_until_gone(ranks) < 60
     output_text = job.wait(30).output
     assert f"(step {before})" in output_text
+    assert f"evaluated step {before} in" in output_text  # which the stop had cut short
     assert newest_step(output) > before + 2
 
 

@@ -110,6 +110,8 @@ def resumed(straight, folder, data, model):
         shutil.rmtree(output / "checkpoints" / f"step_{step:08d}")
     (output / "weights.pt").unlink()
     (output / "weights_ema.pt").unlink()
+    (events,) = (output / "tensorboard").iterdir()
+    events.write_bytes(events.read_bytes()[:-9])  # killed while it wrote
     result = run(*arguments(data, model, output, "--resume", "auto"), log=folder / "resumed.log")
     return output, result
 
@@ -137,6 +139,7 @@ def test_G1_tensorboard_shows_every_step_once_after_a_resume(resumed):
     for tag in ("loss", "learning_rate"):
         assert [step for step, _ in scalars(resumed[0], tag)] == list(range(1, 9))
     assert [step for step, _ in scalars(resumed[0], "validation/loss")] == [4, 8]
+    assert len(list((resumed[0] / "tensorboard").rglob("events*"))) == 2  # one for each start, in one folder
 
 
 def test_C3_a_run_goes_on_with_another_number_of_ranks(folder, data, plain_model):

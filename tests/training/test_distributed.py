@@ -5,6 +5,7 @@ import threading
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from rwkv_clip.errors import UserError
 from rwkv_clip.training.distributed import CommonError, meet
@@ -100,6 +101,31 @@ def test_a_process_of_another_job_at_the_same_port_is_not_counted():
     for thread in threads:
         thread.join(20)
     assert "rank 1" in outcome[0] and outcome[1] != "met"
+
+
+def test_ranks_of_one_torchrun_agree_also_when_its_agent_s_store_is_gone(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    port = free_port()
+    agents = [dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)]
+    met = threading.Barrier(3)
+    results = {}
+
+    def run(rank):
+        world = meet(Place("torchrun", rank, 2, rank, 2, "127.0.0.1", port), torch.device("cpu"), 20, "job")
+        met.wait(20)
+        met.wait(20)  # the agent has died
+        results[rank] = world.gather(f"rank {rank}")
+        world.leave()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    met.wait(20)
+    agents.clear()
+    met.wait(20)
+    for thread in threads:
+        thread.join(20)
+    assert results == {rank: ["rank 0", "rank 1"] for rank in (0, 1)}
 
 
 def test_the_largest_number_wins_and_is_forgotten():
