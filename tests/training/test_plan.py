@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from rwkv_clip import create_model
 from rwkv_clip.errors import UserError
 from rwkv_clip.model.config import load_config
 from rwkv_clip.model.published import published_state_dict, save
-from rwkv_clip.training.plan import _check_vocabulary, _read_pretrained
+from rwkv_clip.training.plan import _check_resume, _check_vocabulary, _read_pretrained
 from rwkv_clip.training.run_folder import RunFolder
 
 SMALL = {
@@ -72,3 +73,10 @@ def test_a_second_job_with_the_same_output_is_refused_while_the_first_lives(tmp_
 def test_an_output_path_that_no_disk_takes_is_refused(tmp_path):
     with pytest.raises(UserError, match="cannot read --output"):
         RunFolder(tmp_path / ("x" * 300)).check_free(None)
+
+
+@pytest.mark.parametrize(("saved", "then"), [({"loss": "clip"}, "clip"), ({}, "clip")])
+def test_a_resumed_run_keeps_its_loss_also_where_the_run_is_older_than_the_flag(saved, then):
+    plan = SimpleNamespace(description=lambda: {"flags": {"loss": "siglip"}}, resume_from="runs/old")
+    with pytest.raises(UserError, match=f"--loss was {then} in the run to resume .* and is siglip"):
+        _check_resume(plan, {"flags": saved})
