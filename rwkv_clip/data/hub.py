@@ -8,8 +8,9 @@ files are missing or of another size, and one line for each way in which a trans
 from __future__ import annotations
 
 import os
+import queue
+import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
 
@@ -71,20 +72,49 @@ def download(listing: Listing, folder: Path, connections: int, log: Log | None =
         log: takes a line now and then with the rate and the time left.
 
     Raises:
-        UserError: a file could not be fetched whole; what is there stays, and the same call goes on with the rest.
+        UserError: naming the first file that could not be fetched whole, when all others are there, or at once when as
+            many in a row failed as are fetched side by side. What is there stays; the same call fetches the rest.
     """
     _drop_left_overs(folder)
     missing = listing.missing(folder)
     progress = Progress("downloading", sum(file.size for file in missing) // 10**6, "MB", log)
-    pool = ThreadPoolExecutor(connections, thread_name_prefix="download")
+    waiting: queue.SimpleQueue[HubFile] = queue.SimpleQueue()
+    ended: queue.SimpleQueue[tuple[HubFile, Exception | None]] = queue.SimpleQueue()
+    stopped = threading.Event()
+    for file in missing:
+        waiting.put(file)
+
+    def fetch() -> None:
+        while not stopped.is_set():
+            try:
+                file = waiting.get_nowait()
+                _fetch(listing, file, folder)
+                ended.put((file, None))
+            except queue.Empty:
+                return
+            except Exception as error:  # whoever waits must hear of it
+                ended.put((file, error))
+
+    # Daemons, because files under way would hold up the user for minutes after an error or Ctrl-C.
+    for _ in range(min(connections, len(missing))):
+        threading.Thread(target=fetch, name="download", daemon=True).start()
+    first_error, in_a_row = None, 0
     try:
-        running = {pool.submit(_fetch, listing, file, folder): file for file in missing}
-        for done in as_completed(running):
-            done.result()
-            progress(running[done].size // 10**6)
+        for _ in missing:
+            file, error = ended.get()
+            if error is None:
+                in_a_row = 0
+                progress(file.size // 10**6)
+                continue
+            first_error = first_error or error
+            in_a_row += 1
+            # One bad file costs nobody the others; a network that is gone need not be tried 1,500 times.
+            if in_a_row >= connections:
+                break
     finally:
-        # Files under way are not waited for: after an error or Ctrl-C they would hold the user up for minutes.
-        pool.shutdown(wait=False, cancel_futures=True)
+        stopped.set()
+    if first_error is not None:
+        raise first_error
 
 
 def _fetch(listing: Listing, file: HubFile, folder: Path) -> None:

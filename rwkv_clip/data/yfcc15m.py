@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
             hub.download(listing, download, args.connections, _say)
         except KeyboardInterrupt:
             print("stopped; the same command goes on where it stopped", file=sys.stderr, flush=True)
-            os._exit(130)  # the interpreter would wait for files under way
+            return 130
         folders = {(download / file.path).parent for file in listing.files}
         if len(folders) > 1:
             raise UserError(f"{REPOSITORY} is not laid out as it was: parquet files in {len(folders)} folders")

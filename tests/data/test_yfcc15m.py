@@ -19,6 +19,7 @@ from hub_server import COMMIT, Hub
 from PIL import Image
 
 from rwkv_clip.cli import main
+from rwkv_clip.data import hub as hub_module
 from rwkv_clip.data import yfcc15m
 from rwkv_clip.data.dataset import open_dataset
 from rwkv_clip.data.hub import HubFile, Listing
@@ -168,6 +169,21 @@ def test_killed_or_interrupted_it_keeps_whole_files_and_goes_on(hub, published, 
     assert done.returncode == 0, done.stderr
     assert set(hub.fetched) == {NAMES[2]}
     assert not list((tmp_path / "out/download").rglob("*.incomplete"))
+
+
+def test_a_network_that_is_gone_is_not_tried_file_by_file(tmp_path, monkeypatch):
+    tried = []
+
+    def fail(listing, file, folder):
+        tried.append(file.path)
+        time.sleep(0.05)
+        raise UserError(f"{file.path} could not be fetched")
+
+    monkeypatch.setattr(hub_module, "_fetch", fail)
+    listing = Listing(yfcc15m.REPOSITORY, COMMIT, [HubFile(f"data/{i:05}.parquet", 746_000_000) for i in range(1507)])
+    with pytest.raises(UserError, match="could not be fetched"):
+        hub_module.download(listing, tmp_path, connections=4)
+    assert 4 <= len(tried) < 100
 
 
 def test_a_hub_that_does_not_answer_or_holds_something_else_is_one_line(hub, tmp_path):
