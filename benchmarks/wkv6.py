@@ -18,6 +18,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from rwkv_clip.errors import UserError
 from rwkv_clip.ops import prepare, wkv6_reference
 
 # B, T, H, N: image of B-32, text, image of B-16, and two long sequences.
@@ -175,7 +176,10 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", metavar="B,T,H,N", help="instead of the models' and two long ones")
     args = parser.parse_args()
     shapes = [tuple(map(int, shape.split(","))) for shape in args.shapes] if args.shapes else SHAPES
-    assert prepare("cuda") == "cuda"
+    try:
+        prepare("cuda")
+    except UserError as error:
+        raise SystemExit(f"wkv6.py: {error}") from None
     bytes_per_ms = copy_bytes_per_ms()
     machine = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "copy_tb_s": bytes_per_ms / 1e9}
     if not args.json:

@@ -132,9 +132,6 @@ class Kernel:
             self.write(to, f"__shfl_sync({self.read(operands[4], 'uint32_t')}, {value}, {source})")
         elif parts[0] == "prefetch":
             self.lines.append(f"emulator::prefetch({self.address(operands[0], 'global')}, 1);")
-        elif name.startswith("cp.async.bulk.prefetch.L2"):
-            size = self.read(operands[1], "uint32_t")
-            self.lines.append(f"bulk_prefetch({self.address(operands[0], 'global')}, {size});")
         elif parts[0] == "setp":
             left, right = (self.read(operand, kind) for operand in operands[1:])
             self.write(operands[0], f"{left} {COMPARE[parts[1]]} {right}")

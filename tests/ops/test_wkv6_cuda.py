@@ -108,13 +108,15 @@ def test_scratch_memory_of_long_sequences_is_linear_in_their_length(kernels):
     assert size(4096) == 4 * size(1024)
 
 
-def test_offsets_too_large_for_the_kernels_are_an_error(kernels):
+def test_offsets_and_sizes_too_large_for_the_kernels_are_an_error(kernels):
     x = random_inputs((1, 2, 1, 4))
     params = Params(1, 2, 1, 4, 0, 0, 0)
     for name in ("r", "k", "v", "w"):
         setattr(params, name, strided(x[name]))
     params.k.stride_t = 1 << 31
     assert kernels.wkv6_cuda_forward(ctypes.byref(params)) == 1
+    for batch, heads in ((1 << 20, 1 << 10), (1, 1 << 29)):
+        assert kernels.wkv6_cuda_forward(ctypes.byref(Params(batch, 1, heads, 4, 0, 0, 0))) == 1
 
 
 @pytest.mark.parametrize("tokens", [20, 81])

@@ -64,8 +64,11 @@ static Device current_device() {
 #endif
 }
 
-// Whether the byte offsets inside a head fit in 32 bits.
+// Whether the byte offsets inside a head fit in 32 bits, and the numbers of heads, thread blocks and channels as well.
 static bool is_addressable(const WKV6Params& params) {
+    const int64_t heads = static_cast<int64_t>(params.B) * params.H;
+    const int64_t channels = static_cast<int64_t>(params.H) * params.N;
+    if (heads > INT32_MAX / 4 || channels > INT32_MAX - 8) return false;
     for (const WKV6Tensor* x : {&params.r, &params.k, &params.v, &params.w, &params.y, &params.gy, &params.gr,
                                 &params.gk, &params.gv, &params.gw}) {
         if (x->data && x->stride_t > (int64_t{1} << 32) / 4 / (params.T + 16)) return false;

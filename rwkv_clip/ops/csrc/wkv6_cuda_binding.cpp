@@ -7,7 +7,10 @@
 
 namespace {
 
-void check(int code) { TORCH_CHECK(code == 0, "wkv6: CUDA error: ", wkv6_cuda_error_string(code)); }
+void check(int code, const at::Tensor& r) {
+    TORCH_CHECK(code == 0, "wkv6: CUDA error: ", wkv6_cuda_error_string(code), " for r of shape ", r.sizes(),
+                ", strides ", r.strides(), ", on ", r.device());
+}
 
 void use_current_stream(wkv6::Call& call) { call.params.stream = c10::cuda::getCurrentCUDAStream().stream(); }
 
@@ -19,7 +22,7 @@ at::Tensor forward(const at::Tensor& r, const at::Tensor& k, const at::Tensor& v
     if (call.empty()) return y;
     use_current_stream(call);
     const at::Tensor workspace = call.set_workspace(wkv6_cuda_forward_workspace_bytes(&call.params));
-    check(wkv6_cuda_forward(&call.params));
+    check(wkv6_cuda_forward(&call.params), r);
     return y;
 }
 
@@ -32,7 +35,7 @@ wkv6::Gradients backward(const at::Tensor& r, const at::Tensor& k, const at::Ten
     wkv6::Gradients gradients = call.set_gradients(gy);
     use_current_stream(call);
     const at::Tensor workspace = call.set_workspace(wkv6_cuda_backward_workspace_bytes(&call.params));
-    check(wkv6_cuda_backward(&call.params));
+    check(wkv6_cuda_backward(&call.params), r);
     return gradients;
 }
 

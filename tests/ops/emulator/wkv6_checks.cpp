@@ -23,7 +23,7 @@ using emulator::fail;
 
 // Shared memory -----------------------------------------------------------------------------------------------------
 
-// The lanes' position between barriers: of the whole block (all blocks of all launches counted through) and of the warp.
+// A lane's position between barriers: of the whole block (all blocks of all launches counted through) and of the warp.
 struct Moment {
     int64_t block = -1;
     int warp = 0;
@@ -101,11 +101,12 @@ void access_arena(uintptr_t address, size_t bytes, bool is_write) {
         const bool allowed = is_write ? granule.use == kOutput || granule.use == kScratch
                                       : granule.use == kInput || granule.use == kScratch;
         if (!allowed) fail("lane %d: %s outside the tensors", block->current, is_write ? "write" : "read");
-        if (!is_write && granule.use == kScratch && (!granule.written || granule.written == uint32_t(emulator::launches)))
+        const uint32_t launch = emulator::launches;
+        if (!is_write && granule.use == kScratch && (!granule.written || granule.written == launch))
             fail("lane %d: read of scratch memory that no earlier launch has written", block->current);
-        if (is_write && (granule.use == kOutput ? granule.written : granule.written == uint32_t(emulator::launches)))
+        if (is_write && (granule.use == kOutput ? granule.written > 0 : granule.written == launch))
             fail("lane %d: second write to the same place", block->current);
-        if (is_write) granule.written = emulator::launches;
+        if (is_write) granule.written = launch;
     }
 }
 

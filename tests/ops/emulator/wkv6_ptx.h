@@ -57,10 +57,4 @@ inline uint32_t insert_bits(uint32_t a, uint32_t b, uint32_t position, uint32_t 
     return (b & ~mask) | (a << position & mask);
 }
 
-// cp.async.bulk.prefetch.L2.global: address and size are multiples of 16.
-inline void bulk_prefetch(const char* address, uint32_t bytes) {
-    if ((reinterpret_cast<uintptr_t>(address) | bytes) & 15) emulator::fail("bulk prefetch of %u bytes", bytes);
-    emulator::prefetch(address, bytes);
-}
-
 }  // namespace
