@@ -45,9 +45,9 @@ def train(name: str) -> tuple[list[float], list[bool], dict[str, np.ndarray]] | 
     config, _ = resolve_config(read_config(path), args, world_size)
     if config["fp16"]["enabled"] and not get_accelerator().is_fp16_supported():
         return None
-    if "compile" in config:  # on a CPU; traced and divided as on a GPU, without waiting for a compiler of kernels
+    if "compile" in config:  # traced on a CPU too, without waiting for a compiler of kernels
         config["compile"]["force"] = True
-        compilation.compiled_forward = partial(compiled_forward, backend="aot_eager_decomp_partition")
+        compilation.compiled_forward = partial(compiled_forward, backend="eager")
     world = SimpleNamespace(
         device=torch.device("cpu"),
         place=SimpleNamespace(local_rank=rank, local_world_size=world_size),
