@@ -1,11 +1,8 @@
 """Each kind of precision and memory saving that ships, in a real job of two ranks."""
 
-import json
-import shutil
-
 import pytest
 import torch
-from jobs import CONFIGS, metrics, run
+from jobs import CONFIGS, metrics, run, write_evaluation
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rwkv_clip import create_model
@@ -23,18 +20,7 @@ def pretrained(folder, model):
 
 @pytest.fixture(scope="module")
 def prepared(folder, fixtures):
-    """A folder to evaluate on: pictures of two classes, each with a caption."""
-    prepared = folder / "prepared"
-    prepared.mkdir()
-    names = ["rgb.jpg", "gray.jpg", "rgb.png"]
-    for name in names:
-        shutil.copy(fixtures / "img" / name, prepared)
-    rows = "".join(f"{name}\t{number % 2}\n" for number, name in enumerate(names))
-    (prepared / "zs_kinds.tsv").write_text("image\tlabel\n" + rows)
-    (prepared / "zs_kinds.json").write_text(json.dumps({"classes": ["square", "circle"], "templates": ["a {}"]}))
-    rows = "".join(f"{name}\ta picture {name}\n" for name in names)
-    (prepared / "retrieval_pairs.tsv").write_text("image\tcaption\n" + rows)
-    return prepared
+    return write_evaluation(folder / "prepared", fixtures)
 
 
 @pytest.fixture(scope="module")

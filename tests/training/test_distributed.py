@@ -11,6 +11,7 @@ from rwkv_clip.errors import UserError
 from rwkv_clip.training.distributed import CommonError, meet
 from rwkv_clip.training.launcher import Place
 from rwkv_clip.training.signals import Agreement, Interrupted, StopRequest
+from rwkv_clip.training.watchdog import lost_peer
 
 
 def free_port() -> int:
@@ -126,6 +127,15 @@ def test_ranks_of_one_torchrun_agree_also_when_its_agent_s_store_is_gone(monkeyp
     for thread in threads:
         thread.join(20)
     assert results == {rank: ["rank 0", "rank 1"] for rank in (0, 1)}
+
+
+def test_a_collective_broken_off_by_a_killed_rank_is_told_from_other_errors():
+    def told(world):
+        gloo = RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error [10.0.0.2]:9386: Connection reset by peer")
+        return [lost_peer(world, error) for error in (gloo, RuntimeError("sizes do not match"), ValueError("x"))]
+
+    lost, other, another = on_ranks(told)[1]
+    assert lost.startswith("rank 1 (") and "--resume auto" in lost and other is None and another is None
 
 
 def test_the_largest_number_wins_and_is_forgotten():
