@@ -62,7 +62,7 @@ def train(precision: str, accumulation: int, checkpointed: bool, compiled: bool,
     model = RWKVCLIP(CONFIG).train()
     exact = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     micro_batch = PAIRS // world_size // accumulation
-    engine = make_engine(model, micro_batch, accumulation, 1, precision, lr=3e-4)
+    engine = make_engine(model, micro_batch, accumulation, 1, precision, lr=1e-4)
     set_masters(engine, exact)
     if checkpointed:
         deepspeed.checkpointing.configure(None, deepspeed_config=engine.config)
@@ -127,6 +127,8 @@ def test_weights_after_20_steps_are_those_of_an_uncompiled_run(runs, name: str, 
 def test_generated_kernels_train_20_steps_like_an_uncompiled_run(runs, name: str, share: float) -> None:
     plain, _, kernels = runs[name]
     assert 0 < distance(kernels, plain) <= share
+    if name == "bf16":  # fused code rounds less often, so it is no farther from the run in fp32
+        assert distance(kernels, runs["fp32"][0]) <= 1.1 * distance(plain, runs["fp32"][0])
 
 
 def test_on_a_cpu_nothing_is_compiled_unless_forced() -> None:
