@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+from typing import Any, NoReturn
 
 from .errors import UserError, report
 from .version import __version__
@@ -24,10 +25,20 @@ COMMANDS = {
 }
 
 
+class _Parser(argparse.ArgumentParser):
+    """argparse that raises one-line `UserError`s instead of printing the usage, and takes no flag for another."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see {self.prog} --help")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Parse `argv` (default: the process's own arguments), run one subcommand, return its exit status."""
     argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(prog="rwkv-clip", description="Data, evaluation and export for RWKV-CLIP.")
+    parser = _Parser(prog="rwkv-clip", description="Data, evaluation and export for RWKV-CLIP.")
     parser.add_argument("--version", action="version", version=f"rwkv-clip {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     chosen = next((word for word in argv if not word.startswith("-")), None)

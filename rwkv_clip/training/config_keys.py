@@ -28,6 +28,7 @@ SECTIONS = {
     "comet",
     "flops_profiler",
     "comms_logger",
+    "timers",
 }
 KNOWN_KEYS = SECTIONS | {
     "train_batch_size",
@@ -40,7 +41,6 @@ KNOWN_KEYS = SECTIONS | {
     "gradient_predivide_factor",
     "wall_clock_breakdown",
     "memory_breakdown",
-    "timers",
     "steps_per_print",
     "log_level",
     "dump_state",
@@ -151,6 +151,8 @@ REFUSED_IN_SECTION = {
         "load_universal": "a checkpoint is converted on resume when that is needed",
         "use_node_local_storage": "all ranks write into the run folder",
         "parallel_write": "it serves pipeline stages",
+        "writer": "a thread of each rank writes checkpoints",
+        "checkpoint_serialization": "checkpoints are written in PyTorch's zip format",
     },
     "activation_checkpointing": {
         "partition_activations": "it needs tensor parallelism",
@@ -166,7 +168,7 @@ REFUSED_IN_OFFLOAD = {
 # Sections whose unknown keys DeepSpeed itself would ignore in silence, with the keys that act.
 SECTION_KEYS = {
     "data_types": {"grad_accum_dtype"},
-    "checkpoint": {"tag_validation", "checkpoint_serialization", "writer"},
+    "checkpoint": {"tag_validation"},
     "activation_checkpointing": {
         "enabled",  # not DeepSpeed's; the section's presence switches it on unless this says false
         "cpu_checkpointing",

@@ -57,7 +57,14 @@ def forecast(args: argparse.Namespace) -> dict:
         words += [flag, str(value)] if value is not None else []
     model_config = load_config(args.model)
     config, sizes = resolve_config(read_config(args.config), parse_arguments(words), args.gpus)
-    memory = step_memory(model_config, config, sizes, args.loss_chunk)
+    try:
+        memory = step_memory(model_config, config, sizes, args.loss_chunk)
+    except RuntimeError as error:
+        if "overflow" not in str(error):
+            raise
+        raise UserError(
+            f"a batch of {sizes.micro} per GPU makes tensors of more bytes than 64 bits count: lower it"
+        ) from None
     figures = {
         "model": model_config.name,
         "config": args.config,

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from ..model.clip import RWKVCLIP
 from ..model.compile import compiled_forward
 from ..model.config import ModelConfig
-from .config import BatchSizes, checkpoints_activations, precision_name
+from .config import AUTO, BatchSizes, checkpoints_activations, precision_name
 from .loss import ClipLoss
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -125,7 +125,8 @@ def _states(config: dict[str, Any], count: int, width: int, world_size: int) -> 
     offloaded = section.get("offload_optimizer", {}).get("device", "none") == "cpu"
     share = -(-count // world_size)
     # Stage 2 reduces gradients while the backward pass goes on, through one or two buffers.
-    bucket = min(int(section.get("reduce_bucket_size", 5e8)), count) * width
+    size = section.get("reduce_bucket_size", AUTO)
+    bucket = min(500_000_000 if size == AUTO else int(size), count) * width
     buffers = bucket * (2 if section.get("overlap_comm") else 1) if stage == 2 or section.get("overlap_comm") else 0
     if config.get("data_types", {}).get("grad_accum_dtype") == "fp32" and width == 2 and stage == 1:
         buffers += 4 * count  # BF16_Optimizer keeps fp32 gradients of all weights

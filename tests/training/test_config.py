@@ -207,6 +207,7 @@ def test_every_field_of_deepspeed_s_sections_acts_here_or_is_refused(section):
         ({"fp16": {"enabled": True, "auto_cast": True}}, "the model casts its images itself"),
         ({"data_types": {"grad_acum_dtype": "fp32"}}, "did you mean 'grad_accum_dtype'"),
         ({"checkpoint": {"load_universal": True}}, "converted on resume"),
+        ({"checkpoint": {"writer": {"type": "mock"}}}, "a thread of each rank writes"),
         ({"flops_profiler": {"enabled": True, "profile_steps": 5}}, "did you mean 'profile_step'"),
         ({"optimizer": {"type": "AdamW", "parameters": {}}}, "unknown key 'optimizer.parameters'"),
     ],
@@ -315,6 +316,15 @@ def test_every_shipped_file_resolves_and_deepspeed_reads_it(path):
         ({"prescale_gradients": "x"}, "prescale_gradients"),
         ({"gradient_predivide_factor": 0}, "gradient_predivide_factor"),
         ({"steps_per_print": "x"}, "steps_per_print"),
+        ({"optimizer": {"type": "AdamW", "params": {"betas": [5, 7]}}}, "optimizer.params.betas"),
+        ({"flops_profiler": {"enabled": True, "profile_step": "x"}}, "flops_profiler.profile_step"),
+        ({"flops_profiler": {"enabled": True, "top_modules": -1}}, "flops_profiler.top_modules"),
+        ({"flops_profiler": {"enabled": True, "module_depth": None}}, "flops_profiler.module_depth"),
+        ({"torch_autocast": {"enabled": "x"}}, "torch_autocast.enabled"),
+        ({"timers": "x"}, "timers"),
+        ({"log_level": {"a": 1}}, "log_level"),
+        ({"zero_optimization": {"stage": 1, "allgather_bucket_size": 0}}, "zero_optimization.allgather_bucket_size"),
+        ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "auto"}}}, "offload_optimizer.device"),
     ],
 )
 def test_a_value_of_the_wrong_kind_is_refused_with_its_key(values, key):

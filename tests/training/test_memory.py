@@ -106,12 +106,25 @@ def test_steps_and_times_follow_from_the_data_and_the_rate(capsys, tmp_path):
     assert "steps per epoch" in text and "peak memory per GPU" in text
 
 
+def test_a_bucket_size_left_to_deepspeed_is_its_default(capsys, tmp_path):
+    config = {"zero_optimization": {"stage": 2}}
+    peaks = []
+    for size in ({}, {"reduce_bucket_size": "auto"}):
+        path = tmp_path / "ds.json"
+        path.write_text(json.dumps({"zero_optimization": config["zero_optimization"] | size}))
+        peaks.append(plan(capsys, "--model", "Nano", "--batch", 4, "--config", path)["peak"])
+    assert peaks[0] == peaks[1]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--batch", "8", "--rate", "5"], "--rate gives the time of an epoch"),
         ([], "no batch size: give --batch-size"),
         (["--batch", "8", "--config", "none.json"], "none.json: no such file"),
+        (["--batch", "0"], "--batch-size: must be at least 1"),
+        (["--batch", "2000000000"], "lower it"),
+        (["--batch", "8", "--loss", "4"], "--loss"),
     ],
 )
 def test_a_mistake_is_answered_in_one_line(capsys, words, message):
