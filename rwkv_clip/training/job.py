@@ -27,6 +27,7 @@ from .loop import Loop, Parts
 from .loss import ClipLoss
 from .masters import sync_precise
 from .metrics import Interval, MetricWriter
+from .optimizer import follow_schedule
 from .plan import Plan, make_plan
 from .profile import StepProfiler
 from .sigmoid_loss import SigmoidLoss
@@ -144,6 +145,7 @@ def _assemble(plan: Plan, world: World, stop: StopRequest, engine: Any, checkpoi
             frozen.update(kept)
             restore_frozen(engine.module, kept)
             sync_precise(engine)
+            follow_schedule(engine.lr_scheduler)
         loader.load_state_dicts(state["loaders"])
         logger.info("going on from %s (step %d)", plan.resume_from, plan.position.step)
         if plan.resume_from.parent.resolve() != plan.run.checkpoints.resolve():

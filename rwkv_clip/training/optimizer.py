@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 # Parts of parameter names that are never decayed, whatever their shape: the decay, bonus and token-shift parameters of
 # the mixing layers with their low-rank factors, the temperature, and the learned positions and class token.
@@ -83,6 +84,19 @@ def learning_rates(groups: list[dict[str, Any]]) -> dict[str, float]:
         kind = group.get("name", "").rpartition("/")[0]
         rates[f"learning_rate/{kind}" if kind else "learning_rate"] = float(group["lr"])
     return rates
+
+
+def follow_schedule(scheduler: Any) -> None:
+    """Give the next step the rate of this run's own schedule, after a checkpoint was loaded.
+
+    A checkpoint holds the rate that its run had reached, which for a finished one is the schedule's end: a resume with
+    more epochs would take a step at that rate before the schedule is asked again. A scheduler of DeepSpeed's
+    is left alone.
+    """
+    if isinstance(scheduler, LambdaLR):
+        groups = scheduler.optimizer.param_groups
+        for group, rate, factor in zip(groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
+            group["lr"] = rate * factor(scheduler.last_epoch)
 
 
 def build_optimizer(

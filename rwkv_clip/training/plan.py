@@ -184,6 +184,13 @@ def make_plan(args: argparse.Namespace, world: World) -> Plan:
     with world.together():
         if resume_state is not None:
             _check_resume(plan, resume_state)
+            if world.is_first and resume_state["epochs"] != args.epochs:
+                logger.warning(
+                    "--epochs was %d and is %d: from here on the rate is that of a run of %d epochs at the same step",
+                    resume_state["epochs"],
+                    args.epochs,
+                    args.epochs,
+                )
         fill_scheduler(config, plan.total_steps, warmup_steps(args.warmup, plan.total_steps), args.lr)
         plan.lr_factor()
         # The loaders check their settings; the ones that serve are made when the engine knows its ranks.
@@ -280,12 +287,11 @@ def _check_resume(plan: Plan, state: dict[str, Any]) -> None:
             f"ZeRO stage was {state['zero_stage']} in the run to resume ({source}) and is {now['zero_stage']}: a "
             "checkpoint cannot go between stage 0 and the others"
         )
-    if state["epochs"] != now["epochs"]:
-        if plan.position.epoch >= now["epochs"]:
-            raise UserError(
-                f"--epochs is {now['epochs']} but the run to resume ({source}) has done {plan.position.epoch} already"
-            )
-        logger.warning("--epochs was %d and is %d: the schedule changes with it", state["epochs"], now["epochs"])
+    if state["epochs"] != now["epochs"] and plan.position.epoch >= now["epochs"]:
+        raise UserError(
+            f"--epochs is {now['epochs']} but the run to resume ({source}) has done {plan.position.epoch} already: "
+            "give more, or another --output"
+        )
     if state["steps_per_epoch"] != now["steps_per_epoch"]:
         raise UserError(
             f"an epoch had {state['steps_per_epoch']} steps in the run to resume and has another number now"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import rwkv_clip
-from rwkv_clip.training.optimizer import LRFactors, build_optimizer, learning_rates, parameter_groups
+from rwkv_clip.training.optimizer import LRFactors, build_optimizer, follow_schedule, learning_rates, parameter_groups
 from rwkv_clip.training.schedule import lr_lambda
 
 
@@ -115,3 +115,25 @@ def test_one_step_decays_what_it_should_and_nothing_else(model):
     decayed = set(names_by_group(model)["decay"])
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.detach(), before[name] * (0.95 if name in decayed else 1.0))
+
+
+@pytest.mark.parametrize(("saved_at", "epochs"), [(20, 4), (10, 4), (10, 2), (15, 1.6)])
+def test_a_resume_with_other_epochs_takes_every_step_at_the_rate_of_its_own_schedule(model, saved_at, epochs):
+    def start(steps: int):
+        optimizer = build_optimizer(model, 1e-3, factors=LRFactors(image=0.5))
+        return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lr_lambda("cosine", steps, 0))
+
+    optimizer, scheduler = start(20)
+    for _ in range(saved_at):
+        scheduler.step()
+    saved = optimizer.state_dict(), scheduler.state_dict()
+    whole, expected = start(int(10 * epochs))
+    resumed, after = start(int(10 * epochs))
+    for _ in range(saved_at):
+        expected.step()
+    resumed.load_state_dict(saved[0])
+    after.load_state_dict(saved[1])
+    follow_schedule(after)
+    assert learning_rates(resumed.param_groups) == learning_rates(whole.param_groups)
+    after.step(), expected.step()
+    assert learning_rates(resumed.param_groups) == learning_rates(whole.param_groups)
