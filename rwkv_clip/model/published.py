@@ -167,8 +167,10 @@ def save(path: str | Path, state: Mapping[str, Tensor]) -> None:
             os.fsync(file.fileno())
         os.chmod(name, 0o666 & ~_umask())
         os.replace(name, path)
-    except OSError as error:
-        raise UserError(f"cannot write weights to {path}: {error.strerror or error}; free some space") from None
+    except (OSError, RuntimeError) as error:  # torch hides a full disk behind an error of its own
+        cause = error if isinstance(error, OSError) else error.__context__
+        words = getattr(cause, "strerror", None) or " ".join(str(error).split())
+        raise UserError(f"cannot write weights to {path}: {words}; free some space") from None
     finally:
         if os.path.exists(name):
             os.unlink(name)

@@ -30,9 +30,17 @@ def start_log(is_first: bool) -> None:
     warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*before.*optimizer.step.*")
 
 
+class _FileHandler(logging.FileHandler):
+    """On a full disk a line is left out; standard output has it too, without a traceback for each line."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+
 def log_to_file(path: Path) -> None:
     """Append the job's lines to a file as well."""
-    handler = logging.FileHandler(path, encoding="utf-8")
+    handler = _FileHandler(path, encoding="utf-8")
     handler.setFormatter(_FORMAT)
     _package.addHandler(handler)
 

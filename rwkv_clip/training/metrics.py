@@ -6,12 +6,14 @@ belong to the interval between two lines and stand at its last step.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import resource
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..errors import UserError
 from .step import StepResult
 
 PER_STEP = ("loss", "image_to_text_accuracy", "text_to_image_accuracy", "logit_scale", "logit_bias", "gradient_norm")
@@ -43,15 +46,29 @@ class MetricWriter:
         after_step: int = 0,
         others: Callable[[list[tuple[str, float, int]]], Any] | None = None,
     ) -> None:
-        self._evaluated = drop_after(jsonl, after_step)
-        self._jsonl = open(jsonl, "a", encoding="utf-8")
+        self._path = jsonl
         self._others = others
         self._tensorboard = None
-        if tensorboard is not None:
-            from torch.utils.tensorboard import SummaryWriter
+        with self._writing():
+            self._evaluated = drop_after(jsonl, after_step)
+            self._jsonl = open(jsonl, "a", encoding="utf-8")
+            if tensorboard is not None:
+                from torch.utils.tensorboard import SummaryWriter
 
-            goes_on = tensorboard.is_dir() and any(tensorboard.iterdir())
-            self._tensorboard = SummaryWriter(str(tensorboard), purge_step=after_step + 1 if goes_on else None)
+                goes_on = tensorboard.is_dir() and any(tensorboard.iterdir())
+                self._tensorboard = SummaryWriter(str(tensorboard), purge_step=after_step + 1 if goes_on else None)
+                threading.excepthook = _leave_out_tensorboard(threading.excepthook)
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            where = error.filename or self._path
+            raise UserError(
+                f"cannot write the metrics to {where}: {error.strerror or error}; make room, or make it writable, then "
+                "go on with --resume auto"
+            ) from error
 
     def evaluated(self, step: int) -> bool:
         """Whether an earlier attempt wrote evaluation results of a step."""
@@ -61,27 +78,41 @@ class MetricWriter:
         """Values of one step by name; names may group with "/"."""
         # JSON knows no NaN; null keeps the line readable everywhere.
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        self._jsonl.write(json.dumps({"step": step, **finite}) + "\n")
-        if self._tensorboard is not None:
-            for name, value in values.items():
-                self._tensorboard.add_scalar(name, value, step)
-        if self._others is not None:
-            self._others([(name, value, step) for name, value in values.items()])
+        with self._writing():
+            self._jsonl.write(json.dumps({"step": step, **finite}) + "\n")
+            if self._tensorboard is not None:
+                for name, value in values.items():
+                    self._tensorboard.add_scalar(name, value, step)
+            if self._others is not None:
+                self._others([(name, value, step) for name, value in values.items()])
 
     def picture(self, step: int, name: str, pixels: np.ndarray) -> None:
         """A picture, uint8 [H, W, 3]."""
         if self._tensorboard is not None:
-            self._tensorboard.add_image(name, pixels, step, dataformats="HWC")
+            with self._writing():
+                self._tensorboard.add_image(name, pixels, step, dataformats="HWC")
 
     def flush(self) -> None:
-        self._jsonl.flush()
-        if self._tensorboard is not None:
-            self._tensorboard.flush()
+        with self._writing():
+            self._jsonl.flush()
+            if self._tensorboard is not None:
+                self._tensorboard.flush()
 
     def close(self) -> None:
-        self._jsonl.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        with self._writing():
+            self._jsonl.close()
+            if self._tensorboard is not None:
+                self._tensorboard.close()
+
+
+def _leave_out_tensorboard(hook: Callable) -> Callable:
+    """A `threading.excepthook` without the traceback of TensorBoard's thread, whose errors its writer raises again."""
+
+    def show(args: Any) -> None:
+        if not type(args.thread).__module__.startswith("tensorboard.") or not isinstance(args.exc_value, OSError):
+            hook(args)
+
+    return show
 
 
 def drop_after(jsonl: Path, step: int) -> set[int]:

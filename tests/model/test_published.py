@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import stat
 import warnings
 import zipfile
@@ -245,3 +246,15 @@ def test_another_suffix_is_refused_before_anything_is_written(tmp_path: Path, ca
     assert main(["export", str(tmp_path / "in.pt"), str(tmp_path / "out.bin")]) == 2
     assert "must end in one of .pt, .pth, .safetensors" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["in.pt"]
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_weights_that_do_not_fit_onto_the_disk_are_refused_in_one_line(tmp_path: Path, suffix: str) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
+    try:
+        with pytest.raises(UserError, match="File too large; free some space"):
+            save(tmp_path / f"weights{suffix}", {"weight": torch.zeros(1 << 18)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(tmp_path.iterdir())

@@ -1,11 +1,14 @@
 import json
+import logging
 import math
+import time
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from rwkv_clip.training.log import duration
+from rwkv_clip.errors import UserError
+from rwkv_clip.training.log import duration, log_to_file
 from rwkv_clip.training.metrics import Interval, MetricWriter, drop_after
 from rwkv_clip.training.step import StepResult
 
@@ -108,3 +111,36 @@ def test_an_evaluation_that_was_written_is_known_after_a_resume(tmp_path):
 )
 def test_durations_read_well(seconds, text):
     assert duration(seconds) == text
+
+
+@pytest.mark.parametrize("with_tensorboard", [True, False])
+def test_metrics_on_a_full_disk_end_in_one_line(tmp_path, capsys, monkeypatch, with_tensorboard):
+    writer = MetricWriter(tmp_path / "metrics.jsonl", tmp_path / "tb" if with_tensorboard else None)
+    if with_tensorboard:
+
+        def full(*_):
+            raise OSError(28, "No space left on device")
+
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        monkeypatch.setattr(RecordWriter, "write", full)
+    else:
+        writer._jsonl.close()
+        writer._jsonl = open("/dev/full", "a")
+    with pytest.raises(UserError, match="No space left on device; make room"):
+        for step in range(100):
+            writer.write(step, {"loss": 1.0})
+            writer.flush()
+            time.sleep(0.01)
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_log_file_on_a_full_disk_stops_nothing(capsys):
+    package = logging.getLogger("rwkv_clip")
+    before = list(package.handlers)
+    try:
+        log_to_file("/dev/full")
+        package.warning("a line")
+    finally:
+        package.handlers[:] = before
+    assert "Traceback" not in capsys.readouterr().err
