@@ -145,13 +145,13 @@ def test_a_file_of_another_size_than_listed_is_never_packed_and_the_next_run_fet
 
 def test_killed_or_interrupted_it_keeps_whole_files_and_goes_on(hub, published, tmp_path):
     whole = [tmp_path / "out/download" / name for name in NAMES[:2]]
-    hub.gate = threading.Barrier(2)  # the third file waits for a fourth that never comes
+    hub.held = NAMES[2]
     for number in (signal.SIGKILL, signal.SIGINT):
         process = subprocess.Popen(
             command(hub, tmp_path / "out", "--connections", 2), env=environment(hub), stderr=subprocess.PIPE, text=True
         )
         deadline = time.monotonic() + 60
-        while not (all(path.exists() for path in whole) and hub.busy == 1):
+        while not (all(path.exists() for path in whole) and hub.busy):
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.02)
         process.send_signal(number)
@@ -159,11 +159,11 @@ def test_killed_or_interrupted_it_keeps_whole_files_and_goes_on(hub, published, 
         assert process.returncode == (130 if number == signal.SIGINT else -9)
         assert number == signal.SIGKILL or said == "stopped; the same command goes on where it stopped\n"
         assert not (tmp_path / "out/download" / NAMES[2]).exists()
-        hub.gate.abort()
+        hub.let_go.set()
         while hub.busy:
             time.sleep(0.02)
-        hub.gate.reset()
-    hub.gate = None
+        hub.let_go.clear()
+    hub.held = None
     hub.fetched.clear()
     done = prepare(hub, tmp_path / "out", "--download-only")
     assert done.returncode == 0, done.stderr
@@ -191,6 +191,14 @@ def test_a_hub_that_does_not_answer_or_holds_something_else_is_one_line(hub, tmp
     assert "holds no *.parquet file" in one_line(prepare(hub, tmp_path / "out"))
     hub.repository = "someone/else"
     assert f"{hub.url} does not list the files of {yfcc15m.REPOSITORY}" in one_line(prepare(hub, tmp_path / "out"))
+
+
+@pytest.mark.parametrize(("path", "size"), [(NAMES[0], "big"), (NAMES[0], -5), ("../x.parquet", 5)])
+def test_a_listing_that_no_hub_gives_is_one_line(hub, tmp_path, path, size):
+    hub.files = {path: b"12345"}
+    hub.listed_sizes = {path: size}
+    with pytest.raises(UserError, match="which no hub does: check HF_ENDPOINT"):
+        hub_module.list_files(yfcc15m.REPOSITORY, ".parquet")
 
 
 def test_a_disk_that_is_too_small_is_said_before_anything_is_fetched(tmp_path, monkeypatch, capsys):
