@@ -59,6 +59,13 @@ def list_files(repository: str, suffix: str) -> Listing:
             f"{_endpoint()} does not list the files of {repository} ({_brief(error)}): check the network, HF_ENDPOINT "
             f"(a mirror) and HF_TOKEN"
         ) from None
+    for file in files:
+        within = not Path(file.path).is_absolute() and ".." not in Path(file.path).parts
+        if not within or not isinstance(file.size, int) or file.size < 0:
+            raise UserError(
+                f"{_endpoint()} lists {file.path!r} with {file.size!r} bytes in {repository}, which no hub does: check "
+                "HF_ENDPOINT"
+            )
     if not files:
         raise UserError(f"{repository} at {_endpoint()} holds no *{suffix} file: it is not laid out as it was")
     return Listing(repository, commit, sorted(files))

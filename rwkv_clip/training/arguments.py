@@ -288,6 +288,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         )
     if args.lock_image and args.lock_text:
         raise UserError("--lock-image and --lock-text together leave only the temperature to learn: give one of them")
+    for tower in ("image", "text"):
+        if vars(args)[f"lock_{tower}"] and f"{tower}_lr_factor" in args.given:
+            raise UserError(f"--lock-{tower} keeps the tower that --{tower}-lr-factor is for: give one of them")
     if args.eval_every and not (args.val_data or args.eval_data):
         raise UserError("--eval-every needs something to evaluate on: give --val-data or --eval-data")
     return args

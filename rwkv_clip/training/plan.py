@@ -136,6 +136,7 @@ class Plan:
             "version": __version__,
             "world_size": self.sizes.world_size,
             "global_batch": self.sizes.all_ranks,
+            "micro_batch": self.sizes.micro,
             "zero_stage": self.config["zero_optimization"]["stage"],
             "precision": precision_name(self.config),
             "data": self.data.fingerprint,
@@ -184,13 +185,8 @@ def make_plan(args: argparse.Namespace, world: World) -> Plan:
     with world.together():
         if resume_state is not None:
             _check_resume(plan, resume_state)
-            if world.is_first and resume_state["epochs"] != args.epochs:
-                logger.warning(
-                    "--epochs was %d and is %d: from here on the rate is that of a run of %d epochs at the same step",
-                    resume_state["epochs"],
-                    args.epochs,
-                    args.epochs,
-                )
+            if world.is_first:
+                _warn_of_changes(plan.description(), resume_state)
         fill_scheduler(config, plan.total_steps, warmup_steps(args.warmup, plan.total_steps), args.lr)
         plan.lr_factor()
         # The loaders check their settings; the ones that serve are made when the engine knows its ranks.
@@ -296,6 +292,34 @@ def _check_resume(plan: Plan, state: dict[str, Any]) -> None:
         raise UserError(
             f"an epoch had {state['steps_per_epoch']} steps in the run to resume and has another number now"
         )
+
+
+def _warn_of_changes(now: dict[str, Any], then: dict[str, Any]) -> None:
+    """Say what a resume may change and does."""
+    if now["epochs"] != then["epochs"]:
+        logger.warning(
+            "--epochs was %d and is %d: from here on the rate is that of a run of %d epochs at the same step",
+            then["epochs"],
+            now["epochs"],
+            now["epochs"],
+        )
+    if "micro_batch" in then and pairs_compared(now) != pairs_compared(then):
+        logger.warning(
+            "each pair was compared with %d pairs, itself included, and from here on with %d, as --accumulation %s "
+            "and --negatives %s depend on the GPUs and the batch size: losses before and after do not compare",
+            pairs_compared(then),
+            pairs_compared(now),
+            now["flags"]["accumulation"],
+            now["flags"]["negatives"],
+        )
+
+
+def pairs_compared(description: dict[str, Any]) -> int:
+    """Pairs among which the loss looks for one pair's counterpart, from `Plan.description` or a checkpoint's state."""
+    flags, world_size = description["flags"], description["world_size"]
+    whole = flags["accumulation"] == "global"
+    pairs = description["global_batch"] if whole else description["micro_batch"] * world_size
+    return pairs // world_size if flags["negatives"] == "local" else pairs
 
 
 def _read_pretrained(path: str, model_config: ModelConfig) -> dict[str, Tensor]:

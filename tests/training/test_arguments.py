@@ -102,3 +102,11 @@ def test_caption_weights_come_in_the_data_s_order(text, weights):
 def test_caption_weights_that_do_not_fit_are_refused(text):
     with pytest.raises(UserError, match="--caption-weights"):
         caption_weights(text, NAMES)
+
+
+@pytest.mark.parametrize("tower", ["image", "text"])
+def test_a_rate_for_a_locked_tower_is_refused(tower):
+    words = ["--model", "m", "--train-data", "d", "--output", "o", f"--lock-{tower}"]
+    with pytest.raises(UserError, match=f"--lock-{tower} keeps the tower that --{tower}-lr-factor is for"):
+        parse_arguments([*words, f"--{tower}-lr-factor", "0.5"])
+    parse_arguments(words)

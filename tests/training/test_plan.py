@@ -1,6 +1,7 @@
 """What is refused before a model is built, where several parts of a job must fit together."""
 
 import json
+import logging
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from rwkv_clip import create_model
 from rwkv_clip.errors import UserError
 from rwkv_clip.model.config import load_config
 from rwkv_clip.model.published import published_state_dict, save
-from rwkv_clip.training.plan import _check_resume, _check_vocabulary, _read_pretrained
+from rwkv_clip.training.plan import _check_resume, _check_vocabulary, _read_pretrained, _warn_of_changes
 from rwkv_clip.training.run_folder import RunFolder
 
 SMALL = {
@@ -80,3 +81,24 @@ def test_a_resumed_run_keeps_its_loss_also_where_the_run_is_older_than_the_flag(
     plan = SimpleNamespace(description=lambda: {"flags": {"loss": "siglip"}}, resume_from="runs/old")
     with pytest.raises(UserError, match=f"--loss was {then} in the run to resume .* and is siglip"):
         _check_resume(plan, {"flags": saved})
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "negatives", "world_size", "micro_batch", "words"),
+    [
+        ("micro", "global", 1, 4, "with 8 pairs, itself included, and from here on with 4"),
+        ("micro", "global", 1, 8, None),
+        ("micro", "local", 1, 8, "with 4 pairs, itself included, and from here on with 8"),
+        ("global", "local", 1, 4, "with 8 pairs, itself included, and from here on with 16"),
+        ("global", "global", 1, 4, None),
+    ],
+)
+def test_a_resume_on_other_gpus_that_changes_the_negatives_says_so(
+    caplog, monkeypatch, accumulation, negatives, world_size, micro_batch, words
+):
+    monkeypatch.setattr(logging.getLogger("rwkv_clip"), "propagate", True)
+    common = {"epochs": 2, "global_batch": 16, "flags": {"accumulation": accumulation, "negatives": negatives}}
+    then = {**common, "world_size": 2, "micro_batch": 4}
+    _warn_of_changes({**common, "world_size": world_size, "micro_batch": micro_batch}, then)
+    assert (words in caplog.text) if words else not caplog.text
+    _warn_of_changes({**common, "world_size": 1, "micro_batch": 2}, {**common, "world_size": 2})  # an older save
