@@ -1,7 +1,7 @@
 """Evaluation sets of a prepared folder: zs_NAME.json with zs_NAME.tsv, and retrieval_NAME.tsv.
 
-Tables are tab-separated UTF-8 with one header line and no quoting. Each set is read on its own, so that a fault in one
-does not keep another from being scored.
+Tables are tab-separated UTF-8 with one header line and no quoting; pictures' paths are absolute or relative to the
+table. Each set is read on its own, so that a fault in one does not keep another from being scored.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def read_zero_shot(description: Path, limit: int = 0) -> ZeroShotSet:
             )
         images.append(_image(table, line, row[image_at]))
         labels.append(label)
-    kept = choose([str(path.relative_to(table.parent)) for path in images], limit)
+    kept = choose(_names(images, table), limit)
     return ZeroShotSet(
         description.stem.removeprefix("zs_"), [images[i] for i in kept], [labels[i] for i in kept], classes, templates
     )
@@ -124,7 +124,7 @@ def read_retrieval(table: Path, limit: int = 0) -> RetrievalSet:
     images = [image for image, captions in captions_of.items() if captions]
     if not images:
         raise UserError(f"{table} has no captions")
-    images = [images[i] for i in choose([str(path.relative_to(table.parent)) for path in images], limit)]
+    images = [images[i] for i in choose(_names(images, table), limit)]
     triples = [(text, i, column) for i, image in enumerate(images) for text, column in captions_of[image]]
     texts, image_of, column_of = (list(values) for values in zip(*triples, strict=True))
     return RetrievalSet(table.stem.removeprefix("retrieval_"), images, texts, image_of, column_of)
@@ -205,3 +205,10 @@ def _image(table: Path, line: int, value: str) -> Path:
     if not value.strip():
         raise UserError(f"{table} line {line}: no image")
     return table.parent / value
+
+
+def _names(images: Sequence[Path], table: Path) -> list[str]:
+    """Pictures as seen from the table, so that a folder gives the same choice wherever it lies."""
+    folder = table.parent.absolute()
+    absolute = [image.absolute() for image in images]
+    return [str(image.relative_to(folder) if image.is_relative_to(folder) else image) for image in absolute]

@@ -108,6 +108,17 @@ def test_a_faulty_table_is_named_with_its_line(folder, header, row, message):
         read_zero_shot(folder / "zs_walls.json")
 
 
+def test_pictures_may_have_absolute_paths_inside_and_outside_of_the_folder(folder, tmp_path_factory):
+    by_relative_paths = [each.read().images for each in find_sets(folder, limit=2)]
+    outside = tmp_path_factory.mktemp("elsewhere") / "red.png"
+    for name in ("zs_walls.tsv", "retrieval_walls.tsv"):
+        header, *rows = (folder / name).read_text().splitlines()
+        write_table(folder / name, header, [f"{folder}/{row}" for row in rows])
+    assert [each.read().images for each in find_sets(folder, limit=2)] == by_relative_paths
+    write_table(folder / "zs_walls.tsv", "image\tlabel", [f"{outside}\t0"])
+    assert read_zero_shot(folder / "zs_walls.json").images == [outside]
+
+
 def test_missing_folders_sets_and_names_are_errors(folder, tmp_path_factory):
     with pytest.raises(UserError, match="no folder"):
         find_sets(folder / "absent")
