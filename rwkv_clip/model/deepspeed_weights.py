@@ -39,7 +39,11 @@ def read_folder(folder: Path, ema: bool = False) -> dict[str, Tensor]:
     """
     final, checkpoint = folder / (averaged.FINAL_WEIGHTS if ema else FINAL_WEIGHTS), find_checkpoint(folder)
     if final.is_file() and (checkpoint is None or final.stat().st_mtime >= checkpoint.stat().st_mtime):
-        return torch.load(final, map_location="cpu", weights_only=True)
+        try:
+            return torch.load(final, map_location="cpu", weights_only=True)
+        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            words = " ".join(str(error).split())[:200] or "it ends too early"
+            raise UserError(f"{final}: damaged ({words}); remove it, and a checkpoint is read instead") from None
     if checkpoint is None:
         raise UserError(f"{folder}: no checkpoint in this folder; give a run folder, a checkpoint folder or a file")
     try:

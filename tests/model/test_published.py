@@ -258,3 +258,11 @@ def test_weights_that_do_not_fit_onto_the_disk_are_refused_in_one_line(tmp_path:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 cut short"])
+def test_damaged_final_weights_of_a_run_folder_are_named_in_one_line(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "weights.pt").write_bytes(content)
+    with pytest.raises(UserError, match="weights.pt: damaged .*; remove it"):
+        read_state_dict(tmp_path)
