@@ -2,7 +2,7 @@
 
     model = rwkv_clip.create_model("RWKV-CLIP-B-32", checkpoint="weights.pt")
     images = rwkv_clip.image_transform(model)(picture)[None]
-    tokens = rwkv_clip.tokenize(["a cat", "a dog"])
+    tokens = rwkv_clip.tokenize(["a cat", "a dog"], model.context_length)
     image_features, text_features, logit_scale = model(images, tokens)
 
 Nothing is imported until it is used: `import rwkv_clip` needs no package, the model needs torch alone.

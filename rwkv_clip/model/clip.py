@@ -40,6 +40,16 @@ class RWKVCLIP(PreciseModule):
         if config.initialize_text:
             initialize_text_(self.text_model)
 
+    @property
+    def context_length(self) -> int:
+        """The most token ids that a caption may have, for `tokenize(texts, model.context_length)`."""
+        return self.config.text.context_length
+
+    @property
+    def image_size(self) -> int:
+        """Side of the square pictures that `image_transform` makes for this model, in pixels."""
+        return self.config.image.image_size
+
     def encode_image(self, images: Tensor, normalize: bool = False) -> Tensor:
         """Image features, float32 [B, C].
 

@@ -62,7 +62,7 @@ class TextTower(nn.Module):
         if tokens.ndim != 2 or tokens.is_floating_point() or not 1 <= tokens.shape[1] <= self.config.context_length:
             raise UserError(
                 f"tokens must be whole numbers [B, T] with T from 1 to {self.config.context_length}, found "
-                f"{tokens.dtype} {list(tokens.shape)}; use tokenize(texts, context_length)"
+                f"{tokens.dtype} {list(tokens.shape)}; use tokenize(texts, model.context_length)"
             )
         x = F.dropout(self.emb(tokens), self.config.dropout, self.training)
         x = self.blocks[0].ln0(x)

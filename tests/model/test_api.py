@@ -37,6 +37,14 @@ def test_pictures_and_captions_go_through_the_documented_calls(fixtures: Path) -
     assert logit_scale.item() == pytest.approx(1 / 0.07, rel=1e-6)
 
 
+def test_a_model_says_its_context_length_and_image_size_and_what_to_do_with_longer_captions() -> None:
+    model = rwkv_clip.create_model("RWKV-CLIP-Nano").eval()
+    assert (model.context_length, model.image_size) == (40, rwkv_clip.image_transform(model).size)
+    assert model.encode_text(rwkv_clip.tokenize("a cat", model.context_length)).shape == (1, 96)
+    with pytest.raises(UserError, match=r"use tokenize\(texts, model.context_length\)"):
+        model.encode_text(rwkv_clip.tokenize("a cat"))
+
+
 def test_fresh_models_train_and_the_dtype_is_the_weights() -> None:
     model = rwkv_clip.create_model(small_config(), dtype=torch.bfloat16)
     assert model.training
