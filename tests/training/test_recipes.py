@@ -1,0 +1,40 @@
+"""The recipes in launch/recipes, up to the command that they start."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from rwkv_clip.training.arguments import parse_arguments
+
+RECIPES = Path(__file__).parents[2] / "launch" / "recipes"
+LAUNCHER = """#!/bin/sh
+pwd
+printf '%s\\n' "$@"
+"""
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*.sh")), ids=lambda path: path.stem)
+def test_a_recipe_takes_paths_as_seen_from_where_it_is_called(recipe, tmp_path):
+    launcher, caller = tmp_path / "bin" / "deepspeed", tmp_path / "my work"
+    launcher.parent.mkdir()
+    caller.mkdir()
+    launcher.write_text(LAUNCHER)
+    launcher.chmod(0o755)
+    paths = ["data", "runs/first one"] if "WEIGHTS" not in recipe.read_text() else ["my.pt", "data", "runs/first one"]
+    started = subprocess.run(
+        ["bash", os.path.relpath(recipe, caller), *paths, "--eval-data", "sets"],
+        cwd=caller,
+        env={**os.environ, "PATH": f"{launcher.parent}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    folder, *words = started.stdout.splitlines()
+    script = next(i for i, word in enumerate(words) if word.endswith("launch/train.py"))
+    args = parse_arguments(words[script + 1 :])
+    assert Path(folder) == caller.resolve()
+    assert (args.train_data, args.output, args.eval_data) == ("data", "runs/first one", "sets")
+    assert Path(words[script]).is_file() and Path(words[script]).is_absolute()
+    assert Path(args.deepspeed_config).is_file() and Path(args.deepspeed_config).is_absolute()
