@@ -9,34 +9,16 @@ from __future__ import annotations
 import argparse
 import difflib
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from ..errors import UserError
 from .optimizer import LR_FACTORS
+from .other_flags import OTHER_FLAGS
 from .profile import step_range
 from .schedule import SCHEDULES
 from .step import ACCUMULATIONS
-
-# Flags of the published trainer and of DeepSpeed scripts that have no meaning here, with what to do instead.
-REMOVED_FLAGS = {
-    "--gradient-acc": "use --gradient-accumulation, or gradient_accumulation_steps in the DeepSpeed JSON",
-    "--open-checkpoint": "put an 'activation_checkpointing' section in the DeepSpeed JSON",
-    "--lr-scheduler": "use --lr-schedule",
-    "--local-loss": "each rank always works on its own rows of the global loss; for local negatives use "
-    "--negatives local",
-    "--gather-with-grad": "the gradient of the gathered features is always exact",
-    "--horovod": "launch with deepspeed, torchrun or srun",
-    "--optimizer": "the optimizer is AdamW; another one goes into the 'optimizer' section of the DeepSpeed JSON",
-    "--is-normlize": "features are always normalised",
-    "--drop-path": "use --drop-path-rate",
-    "--cfg": "use --model with a JSON file",
-    "--opts": "use --model with a JSON file",
-    "--bucket-cap-mb": "set zero_optimization.reduce_bucket_size in the DeepSpeed JSON",
-    "--static-graph": "it belongs to DistributedDataParallel, which DeepSpeed replaces",
-    "--find-unused-parameters": "it belongs to DistributedDataParallel; every parameter is used",
-    "--sync-bn": "the model has no batch norm",
-}
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -53,17 +35,18 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; see --help")
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> argparse.Namespace:  # type: ignore[override]
+        # First of all: who types --name and --logs has no --output, and is to hear why it is missing.
+        for word in sys.argv[1:] if args is None else args:
+            flag = word.split("=")[0]
+            if instead := OTHER_FLAGS.get(flag.replace("_", "-")):
+                raise UserError(f"{flag} is not used here: {instead}")
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            self._refuse(unknown[0])
+            near = difflib.get_close_matches(unknown[0].split("=")[0], self._option_string_actions, n=1)
+            raise UserError(
+                f"unknown argument '{unknown[0]}'" + (f"; did you mean {near[0]}?" if near else "; see --help")
+            )
         return parsed
-
-    def _refuse(self, word: str) -> NoReturn:
-        flag = word.split("=")[0]
-        if flag.replace("_", "-") in REMOVED_FLAGS:
-            raise UserError(f"{flag} is not used here: {REMOVED_FLAGS[flag.replace('_', '-')]}")
-        near = difflib.get_close_matches(flag, self._option_string_actions, n=1)
-        raise UserError(f"unknown argument '{word}'" + (f"; did you mean {near[0]}?" if near else "; see --help"))
 
 
 # What the libraries below take as an int in C; no count and no seed needs more.

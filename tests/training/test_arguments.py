@@ -1,7 +1,8 @@
 import pytest
 
 from rwkv_clip.errors import UserError
-from rwkv_clip.training.arguments import REMOVED_FLAGS, caption_weights, parse_arguments
+from rwkv_clip.training.arguments import build_parser, caption_weights, parse_arguments
+from rwkv_clip.training.other_flags import OTHER_FLAGS
 
 NEEDED = ["--model", "RWKV-CLIP-Nano", "--train-data", "data", "--output", "run"]
 
@@ -37,9 +38,17 @@ def test_a_misspelt_flag_is_answered_with_the_near_one():
     assert "did you mean --epochs?" in refusal("--epoch", "3")
 
 
-@pytest.mark.parametrize("flag", REMOVED_FLAGS)
-def test_O11_a_flag_of_the_published_trainer_without_meaning_is_refused_with_its_replacement(flag):
-    assert f"{flag} is not used here: {REMOVED_FLAGS[flag]}" in refusal(flag, "1")
+@pytest.mark.parametrize("flag", OTHER_FLAGS)
+def test_O11_a_flag_of_another_trainer_is_refused_with_its_replacement(flag):
+    assert f"{flag} is not used here: {OTHER_FLAGS[flag]}" == refusal(flag, "1")
+    assert flag not in build_parser()._option_string_actions
+    own = [word.strip(",") for word in OTHER_FLAGS[flag].split() if word.startswith("--")]
+    assert set(own) <= set(build_parser()._option_string_actions)
+
+
+def test_a_flag_of_another_trainer_is_answered_before_what_is_missing_without_it():
+    with pytest.raises(UserError, match="--name is not used here: use --output"):
+        parse_arguments(["--model", "x", "--train-data", "y", "--name=first"])
 
 
 @pytest.mark.parametrize(
