@@ -23,6 +23,26 @@ def score_table(scores: Mapping[str, float], sizes: Mapping[str, tuple[int, int]
     return "\n\n".join(blocks)
 
 
+def score_summary(scores: Mapping[str, float]) -> str:
+    """One line: of each set the main score (mean per class, or R@5 of both directions) and its multiple of chance.
+
+    scores: as `Evaluation` has them, perhaps among other values, which are left out.
+    """
+    parts = []
+    for key, value in scores.items():
+        kind, *names, metric = key.split("/")
+        if len(names) != 1:
+            continue  # not a whole set: one column of captions
+        if kind == "zero_shot" and metric == "mean_per_class":
+            name, chance = "zero-shot", scores[f"{kind}/{names[0]}/chance"]
+        elif kind == "retrieval" and metric == "R5":
+            name, chance = "R@5", scores[f"{key}_chance"]
+        else:
+            continue
+        parts.append(f"{name} {names[0]} {_percent(value)} ({value / chance:.1f} x chance)")
+    return "  ".join(parts)
+
+
 def _zero_shot_row(key: str, scores: Mapping[str, float], size: tuple[int, int]) -> list[str]:
     names = ("mean_per_class", "accuracy", "chance", "largest_class")
     times = scores[f"{key}/mean_per_class"] / scores[f"{key}/chance"]

@@ -66,6 +66,10 @@ def _prepare(plan: Plan, world: World, stop: StopRequest) -> tuple[Any, dict, Lo
     with phase("building the model"):
         model = _build_model(plan)
     frozen = frozen_weights(model)
+    if frozen:
+        tower = "image" if args.lock_image else "text"
+        parameters = sum(weight.numel() for weight in frozen.values())
+        logger.info("the %s tower is locked: %d tensors, %s parameters", tower, len(frozen), f"{parameters:,}")
     with phase("building the engine"):
         engine = build_engine(model, plan.config, args, world, plan.lr_factor())
     # Drop path and dropout differ between ranks; the weights were drawn alike.

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..data.loader import Batch, Loader
+from ..evaluation.table import score_summary
 from .checkpoint import Checkpoints, Position
 from .distributed import CommonError, World
 from .ema import WeightAverage
@@ -234,14 +235,19 @@ class Loop:
             if parts.evaluator.picture is not None:
                 parts.metrics.picture(self.position.step, "retrieved", parts.evaluator.picture)
             parts.metrics.flush()
-            scores = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
-            logger.info("evaluated step %d in %.1f s: %s", self.position.step, seconds, scores)
+            logger.info("evaluated step %d in %.1f s: %s", self.position.step, seconds, evaluation_line(values))
         return True
 
 
 def total_steps(position: Position, epochs: int, steps_per_epoch: int, global_batch: int) -> int:
     """Optimizer steps of the whole run, seen from a position in it."""
     return position.step + (epochs - position.epoch) * steps_per_epoch - position.samples // global_batch
+
+
+def evaluation_line(values: dict[str, float]) -> str:
+    """What the log says of an evaluation; all its values go to the metrics."""
+    loss = [f"{name} {value:.4g}" for name, value in values.items() if name.startswith("validation/")]
+    return "  ".join([*loss, score_summary(values)]).rstrip()
 
 
 def log_line(position: Position, steps: int, epochs: int, values: dict[str, float], parts: Parts, eta: float) -> str:

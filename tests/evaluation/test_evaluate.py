@@ -17,6 +17,7 @@ from rwkv_clip import cli
 from rwkv_clip.errors import UserError
 from rwkv_clip.evaluation.evaluate import evaluate, evaluate_folder
 from rwkv_clip.evaluation.features import Encoder
+from rwkv_clip.evaluation.table import score_summary
 from rwkv_clip.model.published import published_state_dict, save
 from rwkv_clip.model.transform import MEAN, STD
 
@@ -61,6 +62,12 @@ def test_a_model_that_knows_the_answers_gets_full_scores_and_sees_each_picture_o
     # Prompts "a red wall" are captions as well; "a photo of a red wall." and "wall, red" are not.
     assert model.calls == {"images": 4, "texts": 12}
     assert result.picture.dtype == np.uint8 and result.picture.ndim == 3 and result.picture.shape[2] == 3
+
+
+def test_the_summary_has_the_main_score_of_each_set_beside_chance(folder):
+    scores = evaluate(AnswerKey(), folder).scores
+    expected = "zero-shot walls 100.00 % (4.0 x chance)  R@5 walls 100.00 % (1.1 x chance)"
+    assert score_summary({"validation/loss": 1.5} | scores) == expected
 
 
 def test_the_picture_frames_the_right_answer_in_green(folder):

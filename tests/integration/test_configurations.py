@@ -1,5 +1,7 @@
 """Each kind of precision and memory saving that ships, in a real job of two ranks."""
 
+import json
+
 import pytest
 import torch
 from jobs import CONFIGS, metrics, run, write_evaluation
@@ -48,6 +50,7 @@ def test_a_locked_tower_keeps_its_weights_to_the_bit_in_bf16(fine_tuned, pretrai
     locked = [name for name in before if name.startswith("image_model.")]
     assert any(not torch.equal(before[name].bfloat16().float(), before[name].float()) for name in locked)
     assert all(torch.equal(before[name], after[name]) for name in locked)
+    assert f"the image tower is locked: {len(locked)} tensors" in fine_tuned[1].output
     assert any(not torch.equal(before[name], after[name]) for name in before if name.startswith("text_model."))
 
 
@@ -69,6 +72,15 @@ def test_each_group_s_rate_is_logged_and_ends_at_the_minimum(fine_tuned):
     base = rates[""]
     assert rates == pytest.approx({"": base, "/text": base / 2, "/text_time_decay": base})
     assert last["learning_rate"] == last["learning_rate/text"] == last["learning_rate/text_time_decay"] == 0
+
+
+def test_the_log_has_one_short_score_of_each_set_and_the_metrics_have_all(fine_tuned):
+    output, result = fine_tuned
+    line = next(line for line in result.output.splitlines() if "evaluated step 2 in" in line)
+    assert "R@5" in line and "x chance)" in line and len(line) < 200
+    assert "retrieval" not in line
+    last = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()][-1]
+    assert sum(name.startswith(("zero_shot/", "retrieval/")) for name in last) > 20
 
 
 def test_scores_and_a_picture_of_retrieved_examples_are_logged(fine_tuned):
