@@ -25,7 +25,7 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
     """States the defaults that there are."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if action.default in (None, False) else super()._get_help_string(action)
+        return action.help if action.default is None or action.default is False else super()._get_help_string(action)
 
 
 class Parser(argparse.ArgumentParser):
@@ -145,14 +145,33 @@ def build_parser() -> Parser:
     add("--drop-path-rate", type=_number(float, 0, 0.99), help="replaces the model's own rate")
     add("--input-size", type=COUNT, help="expected image size in pixels; an error if the model has another one")
 
-    add = parser.add_argument_group("fill the DeepSpeed JSON where it leaves out a key or says 'auto'").add_argument
+    add = parser.add_argument_group(
+        "fill the DeepSpeed JSON where it leaves out a key or says 'auto'",
+        "A default holds where neither the flag nor the JSON gives a value.",
+    ).add_argument
     add("--deepspeed_config", "--deepspeed-config", type=_path, metavar="JSON", help="DeepSpeed configuration file")
-    add("--batch-size", type=COUNT, help="train_micro_batch_size_per_gpu: pairs per GPU and forward pass")
-    add("--gradient-accumulation", type=COUNT, help="gradient_accumulation_steps")
-    add("--global-batch", type=COUNT, help="train_batch_size: pairs per optimizer step over all GPUs")
-    add("--precision", choices=("bf16", "fp16", "fp32"), help="bf16.enabled, fp16.enabled, or neither")
-    add("--zero-stage", type=int, choices=(0, 1, 2), help="zero_optimization.stage")
-    add("--grad-clip", type=_number(float, 0), help="gradient_clipping: largest gradient norm, 0 for no limit")
+    add(
+        "--batch-size",
+        type=COUNT,
+        help="train_micro_batch_size_per_gpu: pairs per GPU and forward pass (no default: give this or --global-batch)",
+    )
+    add(
+        "--gradient-accumulation",
+        type=COUNT,
+        help="gradient_accumulation_steps (default: what --global-batch needs, else 1)",
+    )
+    add(
+        "--global-batch",
+        type=COUNT,
+        help="train_batch_size: pairs per optimizer step over all GPUs (default: --batch-size x accumulation x GPUs)",
+    )
+    add("--precision", choices=("bf16", "fp16", "fp32"), help="bf16.enabled, fp16.enabled, or neither (default: fp32)")
+    add("--zero-stage", type=int, choices=(0, 1, 2), help="zero_optimization.stage (default: 0)")
+    add(
+        "--grad-clip",
+        type=_number(float, 0),
+        help="gradient_clipping: largest gradient norm, 0 for no limit (default: 0)",
+    )
 
     add = parser.add_argument_group("optimization").add_argument
     add("--epochs", type=COUNT, default=32, help="passes over the data")

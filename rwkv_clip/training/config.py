@@ -268,7 +268,7 @@ def _resolve_precision(filler: _Filler, args: argparse.Namespace) -> None:
     """bf16.enabled and fp16.enabled from --precision; conflicts name both."""
     for section in ("bf16", "fp16"):
         given = None if args.precision is None else args.precision == section
-        enabled = filler.fill(f"{section}.enabled", f"--precision {args.precision}:", given, default=False)
+        enabled = filler.fill(f"{section}.enabled", f"--precision {args.precision}", given, default=False)
         if not isinstance(enabled, bool):
             raise UserError(f"{filler.source}: {section}.enabled must be true or false, found {enabled!r}")
     if filler.values["bf16"]["enabled"] and filler.values["fp16"]["enabled"]:

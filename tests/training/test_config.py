@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from rwkv_clip.errors import UserError
-from rwkv_clip.training.arguments import parse_arguments
+from rwkv_clip.training.arguments import build_parser, parse_arguments
 from rwkv_clip.training.config import (
     checkpoints_activations,
     fill_scheduler,
@@ -67,6 +67,21 @@ def test_a_key_and_a_flag_that_differ_are_an_error_that_names_both(values, flag,
     message = refusal({**sizes, **values}, flag, value)
     key = next(iter(values))
     assert key in message and flag in message and '"auto"' in message
+
+
+def test_the_help_states_what_holds_when_neither_flag_nor_json_says_it():
+    config, sizes = resolve({}, "--batch-size", "8")
+    text = " ".join(build_parser().format_help().split())
+    assert f"bf16.enabled, fp16.enabled, or neither (default: {precision_name(config)})" in text
+    assert f"zero_optimization.stage (default: {config['zero_optimization']['stage']})" in text
+    assert f"0 for no limit (default: {config['gradient_clipping']:g})" in text
+    assert f"else {sizes.accumulation})" in text
+    assert "no batch size: give --batch-size" in refusal({}) and "no default: give this or --global-batch" in text
+
+
+def test_a_precision_that_differs_reads_as_one_sentence():
+    message = refusal({"train_micro_batch_size_per_gpu": 8, "bf16": {"enabled": True}}, "--precision", "fp32")
+    assert "says bf16.enabled = true but --precision fp32 says false: remove one of them" in message
 
 
 def test_a_key_and_a_flag_that_agree_are_fine():
