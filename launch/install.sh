@@ -15,7 +15,8 @@ command -v "$python" >/dev/null || fail "no '$python' on PATH; install Python 3.
 command -v "${CXX:-c++}" >/dev/null || fail "no C++ compiler ('${CXX:-c++}'); install one, for example: apt-get install g++"
 
 stamp=.venv/.installed-$(cat setup.py constraints.txt | sha256sum | cut -c1-16)
-if [ -e "$stamp" ]; then exit 0; fi
+say_next() { printf "to use rwkv-clip and deepspeed: source %q\n" "$PWD/.venv/bin/activate"; }
+if [ -e "$stamp" ]; then say_next; exit 0; fi
 
 if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
     rm -rf .venv
@@ -32,3 +33,4 @@ echo "installing into .venv (once; the log is .venv/install.log)"
 } >.venv/install.log 2>&1 || { tail -n 20 .venv/install.log >&2; fail "installation failed; the whole log is .venv/install.log"; }
 rm -f .venv/.installed-*
 touch "$stamp"
+say_next

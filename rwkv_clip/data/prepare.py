@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import shlex
 import time
+from pathlib import Path
 
 from ..errors import UserError
 from . import prepared, yfcc15m
@@ -43,10 +45,17 @@ def _build(args: argparse.Namespace) -> int:
     stats = prepared.build(out, module.recipe(size), lambda folder: module.make(folder, size))
     if stats is None:
         print(f"{out} is ready already; nothing to do")
+        _say_next(out)
         return 0
     print(f"{stats['train']:,} training pairs in {out} ({time.monotonic() - start:.0f} s)")
     for name, count in stats["retrieval"].items():
         print(f"  retrieval {name}: {count:,} pictures")
     for name, sizes in stats["zero_shot"].items():
         print(f"  zero-shot {name}: {sizes['num_images']:,} pictures, {sizes['num_classes']} classes")
+    _say_next(out)
     return 0
+
+
+def _say_next(out: Path) -> None:
+    table, packed = (shlex.quote(str(path)) for path in (out / "train.tsv", out.with_name(f"{out.name}-packed")))
+    print(f"next: rwkv-clip pack {table} {packed}")

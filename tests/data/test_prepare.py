@@ -124,7 +124,8 @@ def test_shapes_have_the_layout_of_a_prepared_data_set(small_shapes):
 def test_a_second_run_says_so_and_does_nothing(small_shapes, capsys):
     before = (small_shapes / "stats.json").stat().st_mtime_ns
     assert main(["prepare", "shapes", str(small_shapes), "--size", "32"]) == 0
-    assert "nothing to do" in capsys.readouterr().out
+    assert "nothing to do" in (printed := capsys.readouterr().out)
+    assert printed.splitlines()[-1] == f"next: rwkv-clip pack {small_shapes}/train.tsv {small_shapes}-packed"
     assert (small_shapes / "stats.json").stat().st_mtime_ns == before
     assert main(["prepare", "shapes", str(small_shapes), "--size", "48"]) == 2
     assert main(["prepare", "shapes", str(small_shapes / "x"), "--size", "4"]) == 2
