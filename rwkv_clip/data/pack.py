@@ -15,12 +15,20 @@ from .captions import MISSING_RULES
 from .images import Limits
 from .packing import DEFAULT_SHARD_SIZE, pack
 from .sources import KNOWN, TokenColumns, open_source
-from .sources.base import Source
+from .sources.base import MAX_CAPTIONS, Source
+
+RULES = (
+    "Rows that cannot be packed are skipped, counted, and listed with the reason in OUT/skipped.tsv: broken or missing "
+    "pictures, pictures beyond the limits above, rows without any caption, rows of a table with another number of "
+    "columns than the others. In a folder, each line of the .txt beside a picture is one caption, at most "
+    f"{MAX_CAPTIONS} (further lines are left out); or each folder of .txt files, beside folders of pictures, is one."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     limits = Limits()
     parser.description = "Check every image-caption pair and pack it into shuffled RecordIO shards."
+    parser.epilog = RULES
     parser.add_argument("source", type=path, metavar="SOURCE", help=f"what to pack: {KNOWN}")
     parser.add_argument("out", type=path, metavar="OUT", help="folder to make")
     table = parser.add_argument_group("tables")

@@ -99,6 +99,19 @@ def test_each_record_holds_its_rows_picture_and_captions(tmp_path):
     assert not (tmp_path / "out.partial").exists()
 
 
+def test_the_help_says_what_is_skipped_where_it_is_listed_and_what_a_line_of_a_text_file_is(capsys):
+    with pytest.raises(SystemExit):
+        main(["pack", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for part in (
+        "listed with the reason in OUT/skipped.tsv",
+        "broken or missing pictures",
+        "another number of columns",
+    ):
+        assert part in text
+    assert "each line of the .txt beside a picture is one caption, at most 8" in text
+
+
 def test_D1_broken_pictures_are_listed_with_a_reason_and_the_rest_is_packed(tmp_path, fixtures, capsys):
     source = tmp_path / "in"
     source.mkdir()
