@@ -46,7 +46,7 @@ else
     deepspeed --num_gpus "$ranks" launch/train.py \
         --model RWKV-CLIP-Nano --train-data "$out/$data-packed" --output "$run" --resume auto \
         --deepspeed_config "$config" --global-batch 128 --gradient-accumulation 1 --epochs 5 --lr 3e-3 --seed "$seed" \
-        --caption-weights raw=1,synthetic=1,generated=4
+        --caption-weights raw=1,synthetic=1,generated=10
 fi
 unset OMP_NUM_THREADS
 
