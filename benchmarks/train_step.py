@@ -1,6 +1,6 @@
 """Speed and memory of the real training job, measured from its own metrics.
 
-    python benchmarks/train_step.py --table --data /tmp/made-up           every row of the README's table, as Markdown
+    python benchmarks/train_step.py --table --data FOLDER                 every row of the README's table, as Markdown
     python benchmarks/train_step.py                                       B/32, batch 512, made-up JPEGs, the GPU
     python benchmarks/train_step.py --config ds_configs/zero1_bf16_checkpointing.json --batch-size 4096
     python benchmarks/train_step.py --peer open_clip --json out.json      beside open_clip's ViT-B/32

@@ -8,7 +8,6 @@ Rows that cannot be packed are skipped, counted, and listed in OUT/skipped.tsv w
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -26,6 +25,7 @@ from ..errors import UserError
 from . import pack_workers
 from .bad_records import MAX_PIXELS
 from .dataset import MANIFEST_NAME, read_manifest, write_manifest
+from .exclusive import exclusive
 from .images import Limits, has_strict_decoder
 from .pack_shard import Job, ShardReport
 from .progress import Progress
@@ -73,7 +73,7 @@ def pack(
     finished = _finished_recipe(out)
     partial = out.with_name(out.name + ".partial")
     start = time.monotonic()
-    with _locked(partial):
+    with _working_folder(partial):
         (partial / "index").mkdir(exist_ok=True)
         source.build_index(partial / "index")
         if caption_names is not None:
@@ -139,18 +139,9 @@ def _finished_recipe(out: Path) -> dict[str, Any] | None:
 
 
 @contextlib.contextmanager
-def _locked(partial: Path) -> Iterator[None]:
-    """The working folder, for one packer at a time. An empty one is removed again."""
-    try:
-        partial.mkdir(parents=True, exist_ok=True)
-        lock = open(partial / "lock", "w")
-    except OSError as error:
-        raise UserError(f"cannot write {partial}: {error.strerror}") from None
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UserError(f"another packer is writing {partial}: wait for it, or name another folder") from None
+def _working_folder(partial: Path) -> Iterator[None]:
+    """`partial`, for one packer at a time. An empty one is removed again."""
+    with exclusive(partial, f"another packer is writing {partial}"):
         try:
             yield
         finally:

@@ -12,19 +12,17 @@ elsewhere; with `--tokens` its row i joins row i of the files in the order of th
 from __future__ import annotations
 
 import argparse
-import contextlib
-import fcntl
 import os
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import UserError
 from . import hub
 from .arguments import path
 from .dataset import MANIFEST_NAME
+from .exclusive import exclusive
 from .packing import pack
 from .sources import TokenColumns, open_source
 
@@ -57,7 +55,8 @@ def run(args: argparse.Namespace) -> int:
     _check_parquet()
     out = args.out.absolute()
     download, packed = out / "download", out / "packed"
-    with _locked(out):
+    # A second one would take the first one's unfinished files away.
+    with exclusive(out, f"another `prepare` is at work in {out}"):
         listing = hub.list_files(REPOSITORY, ".parquet")
         to_pack = not args.download_only and not (packed / MANIFEST_NAME).exists()
         say_size(listing, out, download, to_pack)
@@ -137,22 +136,6 @@ def pack_command(source: Path, packed: Path, tokens: list[TokenColumns]) -> str:
         words += ["--tokens", f"{column.name}={column.path}:{column.first}-{column.last}"]
     words += ["--caption-names", ",".join([*(column.name for column in tokens), "generated"])]
     return shlex.join(str(word) for word in words)
-
-
-@contextlib.contextmanager
-def _locked(out: Path) -> Iterator[None]:
-    """One such command at a time: a second one would take the first one's unfinished files away."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        lock = open(out / "lock", "w")
-    except OSError as error:
-        raise UserError(f"cannot write {out}: {error.strerror}") from None
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UserError(f"another `prepare` is at work in {out}: wait for it, or name another folder") from None
-        yield
 
 
 def _check_parquet() -> None:

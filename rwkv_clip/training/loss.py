@@ -37,25 +37,35 @@ class LossOutput:
     """[B] each local caption's loss against the images of the global batch, without gradient."""
 
 
-class ClipLoss(nn.Module):
+class ContrastiveLoss(nn.Module):
+    """What every loss over pairs of images and captions is set to.
+
+    group: the ranks that share a global batch (None: the default group, or one process).
+    mode: "global": negatives from all ranks, and the gradient of W ranks, averaged, equals that of one rank with the
+        whole batch. "local": negatives from this rank's own pairs, so the loss depends on the number of ranks.
+    chunk: number of rows whose logits are held at once; 0 takes all rows at once.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, mode: str = "global", chunk: int = 0) -> None:
+        super().__init__()
+        if mode not in ("global", "local"):
+            raise UserError(f"unknown loss mode '{mode}': choose 'global' or 'local'")
+        if chunk < 0:
+            raise UserError(f"the loss's chunk must be 0 (all rows at once) or a number of rows, found {chunk}")
+        self.group = group
+        self.mode = mode
+        self.chunk = chunk
+
+
+class ClipLoss(ContrastiveLoss):
     """Symmetric cross-entropy over the similarities of images and captions.
 
     Each rank works on its own rows, logits [B, G], in both directions. Features of all ranks are gathered once. The
     gradient of a row's feature needs the other ranks' rows only through their log normalisers, so the backward pass
     recomputes the logits from the gathered features and G numbers, and talks to no other rank.
 
-    group: the ranks that share a global batch (None: the default group, or one process).
-    mode: "global": negatives from all ranks, and the gradient of W ranks, averaged, equals that of one rank with the
-        whole batch. "local": negatives from this rank's own pairs, so the loss depends on the number of ranks.
-    chunk: number of rows whose logits [chunk, G] are held at once, in both passes; 0 takes all rows at once.
+    With a chunk, the logits [chunk, G] are held at once, in both passes.
     """
-
-    def __init__(self, group: dist.ProcessGroup | None = None, mode: str = "global", chunk: int = 0) -> None:
-        super().__init__()
-        check_settings(mode, chunk)
-        self.group = group
-        self.mode = mode
-        self.chunk = chunk
 
     def forward(self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor) -> LossOutput:
         """The loss of one global batch.
@@ -115,14 +125,6 @@ class _SymmetricCrossEntropy(torch.autograd.Function):
             text, all_image, scale, own[1], everyone[0], ctx.first_label, ctx.chunk, with_scale=False
         )
         return grad_image * (factor * scale), grad_text * (factor * scale), grad_scale * factor, None, None, None
-
-
-def check_settings(mode: str, chunk: int) -> None:
-    """`UserError` for a mode or a chunk that no loss has."""
-    if mode not in ("global", "local"):
-        raise UserError(f"unknown loss mode '{mode}': choose 'global' or 'local'")
-    if chunk < 0:
-        raise UserError(f"the loss's chunk must be 0 (all rows at once) or a number of rows, found {chunk}")
 
 
 def check_features(image_features: Tensor, text_features: Tensor, logit_scale: Tensor) -> None:

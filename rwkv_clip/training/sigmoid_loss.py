@@ -10,32 +10,22 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from .gather import mean_over_ranks
-from .loss import LossOutput, check_features, check_settings, slices
+from .loss import ContrastiveLoss, LossOutput, check_features, slices
 from .ring import Ring
 
 
-class SigmoidLoss(nn.Module):
+class SigmoidLoss(ContrastiveLoss):
     """-log sigmoid(z (scale x similarity + bias)) summed over all pairs, over G; z is 1 for own pairs, otherwise -1.
 
     No rank holds more than two ranks' captions: they are passed round the ranks, and the gradients that they collect on
     their way are passed after them. Softmax needs a row's sum first; here a block's gradient is known with the block,
     so one round gives both, and the backward pass is a product with what was kept, [B, D] twice.
 
-    group: the ranks that share a global batch (None: the default group, or one process).
-    mode: "global": negatives from all ranks, and the gradient of W ranks, averaged, equals that of one rank with the
-        whole batch. "local": negatives from this rank's own pairs, so the loss depends on the number of ranks.
-    chunk: number of rows whose logits [chunk, B] are held at once; 0 takes all rows at once.
+    With a chunk, the logits [chunk, B] are held at once.
     """
-
-    def __init__(self, group: dist.ProcessGroup | None = None, mode: str = "global", chunk: int = 0) -> None:
-        super().__init__()
-        check_settings(mode, chunk)
-        self.group = group
-        self.mode = mode
-        self.chunk = chunk
 
     def forward(self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor, bias: Tensor) -> LossOutput:
         """The loss of one global batch.

@@ -2,45 +2,24 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import shutil
-import signal
 import subprocess
 import sys
 import tarfile
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from loader_data import train_loader
-from PIL import Image
+from pack_data import ROOT, contents, make_table, pack_here
 
 from rwkv_clip.cli import main
-from rwkv_clip.data import packing
 from rwkv_clip.data.dataset import open_dataset
 from rwkv_clip.data.packing import pack, shuffled
 from rwkv_clip.data.sources import open_source
 from rwkv_clip.data.sources.folder import FolderSource
 from rwkv_clip.data.tokenizer import tokenize_numpy
 from rwkv_clip.errors import UserError
-
-ROOT = Path(__file__).parents[2]
-
-
-def make_table(folder: Path, count: int, fixtures: Path | None = None) -> Path:
-    """`count` rows with a picture and three captions each; the pictures differ by their gray value."""
-    folder.mkdir(parents=True, exist_ok=True)
-    lines = ["image\traw\tsynthetic\tgenerated"]
-    for i in range(count):
-        Image.new("L", (24, 24), i % 256).save(folder / f"{i:05}.jpg")
-        lines.append(f"{i:05}.jpg\traw {i}\tsynthetic {i}\tgenerated {i}")
-    (folder / "pairs.tsv").write_text("\n".join(lines) + "\n")
-    return folder / "pairs.tsv"
-
-
-def contents(out: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(out.iterdir())}
 
 
 def captions_of(out: Path) -> list[list[list[int]]]:
@@ -52,31 +31,6 @@ def captions_of(out: Path) -> list[list[list[int]]]:
 
 def ids(*captions: str) -> list[list[int]]:
     return [row[row.nonzero()].tolist() for row in tokenize_numpy(list(captions))]
-
-
-def pack_command(table: Path, out: Path, shard_size: int) -> list[str]:
-    """The command line in a process of its own, with two workers."""
-    options = ["--shard-size", str(shard_size), "--workers", "2"]
-    return [sys.executable, "-m", "rwkv_clip.cli", "pack", str(table), str(out), *options]
-
-
-def workers_of(process: subprocess.Popen) -> list[int]:
-    """Process ids of a packer's workers."""
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    return [int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-
-
-def is_running(pid: int) -> bool:
-    """Whether a process is there and no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def pack_here(source: Path, out: Path, **options) -> dict:
-    """Pack in this process."""
-    return pack(open_source(source), out, num_workers=0, **options)
 
 
 def test_each_record_holds_its_rows_picture_and_captions(tmp_path):
@@ -260,87 +214,6 @@ def test_an_empty_folder_may_be_the_output(tmp_path):
     assert pack_here(make_table(tmp_path / "in", 3), tmp_path / "out")["packed"] == 3
 
 
-def test_D13_killed_at_any_moment_it_leaves_nothing_that_looks_finished_and_goes_on(tmp_path):
-    table = make_table(tmp_path / "in", 1000)
-    out = tmp_path / "out"
-    command = [
-        sys.executable,
-        "-m",
-        "rwkv_clip.cli",
-        "pack",
-        str(table),
-        str(out),
-        "--shard-size",
-        "60",
-        "--workers",
-        "2",
-    ]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    reports = tmp_path / "out.partial/reports"
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and len(list(reports.glob("*.json"))) < 3:
-        time.sleep(0.01)
-    workers = workers_of(process)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert not out.exists()
-    with pytest.raises(UserError):
-        open_dataset(out)
-    with pytest.raises(UserError):
-        open_dataset(tmp_path / "out.partial")
-    while time.monotonic() < deadline and any(is_running(pid) for pid in workers):
-        time.sleep(0.01)  # its processes end with it
-    assert len(workers) == 2 and not any(is_running(pid) for pid in workers)
-    finished = {path.name: path.read_bytes() for path in reports.glob("*.json")}
-    assert 3 <= len(finished) < 17
-    again = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=120)
-    assert again.returncode == 0
-    assert f"going on: {len(finished)} of 17 shards are there already" in again.stdout
-    straight = tmp_path / "straight"
-    pack_here(table, straight, shard_size=60)
-    assert contents(out) == contents(straight)
-    assert not (tmp_path / "out.partial").exists()
-
-
-def test_interrupted_by_the_keyboard_it_says_how_to_go_on(tmp_path):
-    table = make_table(tmp_path / "in", 600)
-    command = pack_command(table, tmp_path / "out", shard_size=30)
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and not list((tmp_path / "out.partial/reports").glob("*.json")):
-        time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert errors == "stopped; the same command goes on where it stopped\n"
-    assert not (tmp_path / "out").exists()
-
-
-def test_an_unfinished_packing_of_other_rows_is_started_anew(tmp_path, capsys, monkeypatch):
-    table = make_table(tmp_path / "in", 10)
-
-    def stop(*_):
-        raise UserError("stopped")
-
-    monkeypatch.setattr(packing, "_finish", stop)
-    with pytest.raises(UserError, match="stopped"):
-        pack_here(table, tmp_path / "out", shard_size=5)
-    monkeypatch.undo()
-    assert len(list((tmp_path / "out.partial/reports").glob("*.json"))) == 2
-    table.write_text("\n".join(table.read_text().splitlines()[:5]) + "\n")
-    assert pack_here(table, tmp_path / "out", shard_size=5)["packed"] == 4
-    assert "starting anew: an unfinished packing had source" in capsys.readouterr().out
-    assert len(open_dataset(tmp_path / "out")) == 4
-
-
-def test_two_packers_do_not_write_one_folder(tmp_path):
-    table = make_table(tmp_path / "in", 3)
-    with packing._locked(tmp_path / "out.partial"):
-        with pytest.raises(UserError, match="another packer is writing"):
-            pack_here(table, tmp_path / "out")
-    assert pack_here(table, tmp_path / "out")["packed"] == 3
-
-
 def test_when_no_row_can_be_packed_the_reasons_are_counted(tmp_path):
     table = make_table(tmp_path / "in", 3)
     for path in (tmp_path / "in").glob("*.jpg"):
@@ -358,48 +231,6 @@ def test_a_shard_whose_rows_are_all_bad_is_left_out(tmp_path):
     dataset = open_dataset(tmp_path / "out")
     assert [file.rec_path.name for file in dataset.files] == ["data-00000.rec", "data-00002.rec"]
     assert len(dataset) == 6
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux")
-def test_a_full_disk_is_one_message_and_leaves_no_result(tmp_path, monkeypatch):
-    table = make_table(tmp_path / "in", 3)
-    real = open
-
-    def full(path, *args, **options):
-        return real("/dev/full" if str(path).endswith(".rec.partial") else path, *args, **options)
-
-    monkeypatch.setattr("rwkv_clip.data.record_writer.open", full, raising=False)
-    with pytest.raises(UserError, match="No space left"):
-        pack_here(table, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_process_that_is_killed_is_reported_and_the_same_command_goes_on(tmp_path):
-    table = make_table(tmp_path / "in", 400)
-    out = tmp_path / "out"
-    command = [
-        sys.executable,
-        "-m",
-        "rwkv_clip.cli",
-        "pack",
-        str(table),
-        str(out),
-        "--shard-size",
-        "50",
-        "--workers",
-        "2",
-    ]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    reports = tmp_path / "out.partial/reports"
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and not list(reports.glob("*.json")):
-        time.sleep(0.01)
-    os.kill(workers_of(process)[0], signal.SIGKILL)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 2
-    assert "ended by SIGKILL (out of memory?)" in errors and "Traceback" not in errors
-    assert subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, timeout=120).returncode == 0
-    assert len(open_dataset(out)) == 400
 
 
 def test_caption_names_can_be_given_and_are_checked(tmp_path):
