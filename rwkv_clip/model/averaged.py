@@ -7,7 +7,6 @@ Each file holds {"updates": int, "parts": {name: {"shape": [...], "start": int, 
 from __future__ import annotations
 
 import math
-import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
+from .tensor_file import read_tensors
 
 PATTERN = "ema_*.pt"
 FINAL_WEIGHTS = "weights_ema.pt"
@@ -29,10 +29,7 @@ def file_name(rank: int) -> str:
 def shards(checkpoint: Path) -> Iterator[dict[str, Any]]:
     """The content of each file of a checkpoint folder; none for a run without averaged weights."""
     for path in sorted(checkpoint.glob(PATTERN)):
-        try:
-            yield torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
-            raise UserError(f"{path}: damaged ({' '.join(str(error).split())}); give an earlier checkpoint") from None
+        yield read_tensors(path, "give an earlier checkpoint")
 
 
 def read_averaged(checkpoint: Path) -> dict[str, Tensor]:

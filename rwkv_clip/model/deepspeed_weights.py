@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..errors import UserError
 from . import averaged
+from .tensor_file import read_tensors
 
 CHECKPOINTS = "checkpoints"
 FINAL_WEIGHTS = "weights.pt"
@@ -39,11 +40,7 @@ def read_folder(folder: Path, ema: bool = False) -> dict[str, Tensor]:
     """
     final, checkpoint = folder / (averaged.FINAL_WEIGHTS if ema else FINAL_WEIGHTS), find_checkpoint(folder)
     if final.is_file() and (checkpoint is None or final.stat().st_mtime >= checkpoint.stat().st_mtime):
-        try:
-            return torch.load(final, map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            words = " ".join(str(error).split())[:200] or "it ends too early"
-            raise UserError(f"{final}: damaged ({words}); remove it, and a checkpoint is read instead") from None
+        return read_tensors(final, "remove it, and a checkpoint is read instead")
     if checkpoint is None:
         raise UserError(f"{folder}: no checkpoint in this folder; give a run folder, a checkpoint folder or a file")
     try:
@@ -92,7 +89,7 @@ def _read_averaged(checkpoint: Path) -> dict[str, Tensor]:
 
 def _read_frozen(checkpoint: Path) -> dict[str, Tensor]:
     path = checkpoint / FROZEN
-    return torch.load(path, map_location="cpu", weights_only=True) if path.is_file() else {}
+    return read_tensors(path, "give an earlier checkpoint") if path.is_file() else {}
 
 
 def _bf16_optimizer_masters(groups: list[dict[str, torch.Size]], shards: list[Path]) -> dict[str, Tensor]:

@@ -211,9 +211,8 @@ class Checkpoints:
             files[temporary / averaged.file_name(world.rank)] = shard
         if world.is_first and frozen:
             files[temporary / FROZEN] = frozen
-        content = json.loads(
-            json.dumps({"position": asdict(position), **state})
-        )  # as it is now, and as it will be read
+        # As it is now, and as it will be read.
+        content = json.loads(json.dumps({"position": asdict(position), **state}))
         copied = time.perf_counter() - started
 
         def complete(sizes: dict[str, int]) -> None:
