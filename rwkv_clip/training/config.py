@@ -11,7 +11,6 @@ import argparse
 import copy
 import json
 import math
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,7 @@ from typing import Any
 from ..errors import UserError
 from .compilation import check_section as check_compile_section
 from .config_keys import STAGE_3, check_keys
-
-AUTO = "auto"
+from .config_values import AUTO, check_kinds
 
 # Not from the DeepSpeed JSON's own vocabulary, but people write it; the section's presence is what switches it on.
 ACTIVATION_CHECKPOINTING_SWITCH = "enabled"
@@ -66,83 +64,6 @@ def read_config(path: str | Path | None) -> dict[str, Any]:
     if not isinstance(values, dict) or not values:
         raise UserError(f"{path}: expected a JSON object with keys, found {values!r}")
     return json.loads(json.dumps(values))
-
-
-_SWITCHES = {
-    "zero_allow_untested_optimizer",
-    "prescale_gradients",
-    "wall_clock_breakdown",
-    "memory_breakdown",
-    "dump_state",
-    "disable_python_gc",
-}
-_POSITIVE = {"gradient_predivide_factor", "steps_per_print"}
-_SUBSECTIONS = (
-    ("optimizer", "params"),
-    ("scheduler", "params"),
-    ("zero_optimization", "offload_optimizer"),
-    ("zero_optimization", "offload_param"),
-)
-
-
-def _is_number(value: Any, kinds: type | tuple = (int, float)) -> bool:
-    return isinstance(value, kinds) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-
-
-_SWITCH = ("true or false", lambda value: isinstance(value, bool))
-_COUNT = ("a whole number, 1 or more", lambda value: _is_number(value, int) and value >= 1)
-_BUCKET = (
-    'a number of elements, 1 or more, or "auto"',
-    lambda value: value == AUTO or _is_number(value) and value >= 1,
-)
-_LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
-# Values that DeepSpeed takes as they are, or, where they are "auto", leaves out in silence.
-_KINDS = {
-    "flops_profiler": {
-        "enabled": _SWITCH,
-        "detailed": _SWITCH,
-        "profile_step": _COUNT,
-        "top_modules": _COUNT,
-        "module_depth": ("a whole number, -1 for all", lambda value: _is_number(value, int) and value >= -1),
-        "recompute_fwd_factor": ("a number, 0 or more", lambda value: _is_number(value) and value >= 0),
-        "output_file": ("a path or null", lambda value: value is None or isinstance(value, str)),
-    },
-    "torch_autocast": {"enabled": _SWITCH},
-    "zero_optimization": {
-        "reduce_bucket_size": _BUCKET,
-        "allgather_bucket_size": _BUCKET,
-        "offload_optimizer.device": ('"cpu" or "none"', lambda value: value in ("cpu", "none", "nvme")),
-    },
-}
-
-
-def check_kinds(values: dict[str, Any], source: str) -> None:
-    """`UserError` for a value of the wrong kind that DeepSpeed takes, to fail at the first step or misread it."""
-    for key, name in _SUBSECTIONS:
-        section = values.get(key, {}).get(name, {})
-        if not isinstance(section, dict):
-            raise UserError(f"{source}: '{key}.{name}' must be a section {{...}}, found {section!r}")
-    for key in _SWITCHES & values.keys():
-        if not isinstance(values[key], bool):
-            raise UserError(f"{source}: '{key}' must be true or false, found {values[key]!r}")
-    for key in _POSITIVE & values.keys():
-        value = values[key]
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-            raise UserError(f"{source}: '{key}' must be a number above 0, found {value!r}")
-    for key, section in _KINDS.items():
-        for name, (expected, fits) in section.items():
-            *above, last = f"{key}.{name}".split(".")
-            holder = values
-            for part in above:
-                holder = holder.get(part, {})
-            if last in holder and not fits(holder[last]):
-                raise UserError(f"{source}: '{key}.{name}' must be {expected}, found {holder[last]!r}")
-    level = values.get("log_level", "info")
-    if str(level).lower() not in _LOG_LEVELS:
-        raise UserError(f"{source}: 'log_level' must be one of {', '.join(_LOG_LEVELS)}, found {level!r}")
-    for key, value in values.get("activation_checkpointing", {}).items():
-        if key != "number_checkpoints" and not isinstance(value, bool):
-            raise UserError(f"{source}: 'activation_checkpointing.{key}' must be true or false, found {value!r}")
 
 
 class _Filler:

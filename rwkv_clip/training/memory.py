@@ -22,7 +22,8 @@ from torch.utils.checkpoint import checkpoint
 from ..model.clip import RWKVCLIP
 from ..model.compile import compiled_forward
 from ..model.config import ModelConfig
-from .config import AUTO, BatchSizes, checkpoints_activations, precision_name
+from .config import BatchSizes, checkpoints_activations, precision_name
+from .config_values import AUTO
 from .loss import ClipLoss
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
