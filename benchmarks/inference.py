@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 import torch
-from job import ProcessMemory
+from job import ProcessMemory, gpu_ids
 from train_step import machine
 
 CASES = (("encode_image", 512), ("encode_text", 512), ("encode_image", 1), ("encode_text", 1))
@@ -31,7 +31,7 @@ def encode(model_name: str, method: str, batch: int, compiled: bool, repetitions
     import rwkv_clip
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    memory = ProcessMemory(1)
+    memory = ProcessMemory(gpu_ids(1))
     if device.type == "cuda":
         memory.start()
     model = rwkv_clip.create_model(model_name, device=device, dtype=torch.bfloat16).eval()

@@ -55,7 +55,7 @@ class JobFailed(Exception):
 
 def measure(settings: Settings, run: Path) -> dict[str, float | dict]:
     """Run the job into the folder `run`; its figures by name (see `read`)."""
-    memory = ProcessMemory(settings.gpus)
+    memory = ProcessMemory(gpu_ids(settings.gpus))
     memory.start()
     began = time.time()
     try:
@@ -79,7 +79,11 @@ def _run(settings: Settings, run: Path) -> None:
         raise JobFailed(
             f"{settings.data} holds fewer records than one batch of {settings.batch_size} x {settings.gpus}"
         )
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(settings.gpus)]
+    command = [sys.executable, "-m", "deepspeed.launcher.runner"]
+    if os.environ.get("CUDA_VISIBLE_DEVICES"):  # which the launcher overlooks beside --num_gpus
+        command += ["--include", "localhost:" + ",".join(gpu_ids(settings.gpus))]
+    else:
+        command += ["--num_gpus", str(settings.gpus)]
     command += ["--master_port", str(settings.port), str(ROOT / "benchmarks" / "measured_train.py")]
     command += ["--model", settings.model, "--train-data", str(settings.data), "--output", str(run)]
     command += ["--deepspeed_config", str(settings.config), "--batch-size", str(settings.batch_size)]
@@ -187,13 +191,19 @@ def kernels(folder: Path) -> dict[str, float | dict]:
     return {"communication_pct": 100 * communication / wall, "top_kernels_pct": top}
 
 
-class ProcessMemory(threading.Thread):
-    """Highest memory in use on any of the first GPUs as NVML reports it, in GiB, while it runs; 0 without a GPU."""
+def gpu_ids(count: int) -> list[str]:
+    """The first `count` of the GPUs that CUDA_VISIBLE_DEVICES names, or of all."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return visible.split(",")[:count] if visible else [str(number) for number in range(count)]
 
-    def __init__(self, gpus: int) -> None:
+
+class ProcessMemory(threading.Thread):
+    """Highest memory in use on any of these GPUs as NVML reports it, in GiB, while it runs; 0 without a GPU."""
+
+    def __init__(self, gpus: list[str]) -> None:
         super().__init__(daemon=True)
         self.peak = 0.0
-        self._ids = ",".join(str(number) for number in range(gpus))
+        self._ids = ",".join(gpus)
         self._done = threading.Event()
 
     def run(self) -> None:
