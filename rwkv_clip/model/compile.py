@@ -23,6 +23,12 @@ from .init import TIME_DECAY_RANK
 
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 _OPERATOR = torch.ops.rwkv_clip.wkv6.default
+_INTERPOLATIONS = (torch.ops.rwkv_clip.lerp.default, torch.ops.rwkv_clip.ddlerp.default)
+
+
+def _keeps_all_but_elementwise(op: Any, args: tuple[Any, ...]) -> bool:
+    """Keep what `_keeps_products` does, and the interpolated inputs that the products are made of."""
+    return op in _INTERPOLATIONS or _keeps_products(op, args)
 
 
 def _keeps_products(op: Any, args: tuple[Any, ...]) -> bool:
@@ -44,7 +50,7 @@ def _keeps_operator(op: Any, args: tuple[Any, ...]) -> bool:
 
 RECOMPUTE: dict[str, Callable[[Any, tuple[Any, ...]], bool] | None] = {
     "automatic": None,
-    "elementwise": _keeps_products,
+    "elementwise": _keeps_all_but_elementwise,
     "wide": _keeps_narrow_products,
     "products": _keeps_operator,
 }

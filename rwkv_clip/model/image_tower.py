@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +13,7 @@ from .blocks import BlockRunner
 from .config import ImageConfig
 from .init import IMAGE_TIME_MIX, LayerPosition
 from .mixing import ImageChannelMix, TimeMix
-from .shift import shift_image
+from .shift import ImageShift
 
 
 class PatchProjection(nn.Conv2d):
@@ -47,7 +46,7 @@ class ImageBlock(nn.Module):
     def __init__(self, config: ImageConfig, layer: LayerPosition) -> None:
         super().__init__()
         width = config.width
-        shift = partial(shift_image, num_heads=config.num_heads, with_cls_token=config.with_cls_token)
+        shift = ImageShift(config.num_heads, config.with_cls_token)
         self.ln1 = nn.LayerNorm(width)
         self.ln2 = nn.LayerNorm(width)
         if layer.index == 0:

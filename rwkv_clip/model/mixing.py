@@ -3,19 +3,19 @@
 Shapes: B batch, T tokens, C width, H heads, N head size = C / H. Source: RWKV-6 (Peng et al. 2024, section 4) with the
 bidirectional operator and the token shifts of RWKV-CLIP (Gu et al. 2024).
 
-The code is written for few passes over memory: the five mixed inputs come from one batched product and one
-multiply-add, and every element-wise chain is left to one compiler-visible expression.
+The code is written for few passes over memory: on a GPU the mixed inputs come from kernels of their own (ops/lerp.py),
+elsewhere from one batched product and one multiply-add, and every element-wise chain is left to one compiler-visible
+expression.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import ops
+from ..ops import lerp
 from .init import (
     TIME_DECAY_RANK,
     TIME_MIX_RANK,
@@ -28,10 +28,11 @@ from .init import (
     uniform,
 )
 from .precise import PreciseModule, precise_value
+from .shift import ImageShift, TextShift
 
 Grid = tuple[int, int] | None
 """Rows and columns of patches; None for text."""
-Shift = Callable[[Tensor, Grid], Tensor]
+Shift = ImageShift | TextShift
 """A token shift, (B, T, C) -> (B, T, C)."""
 
 
@@ -95,11 +96,14 @@ class TimeMix(PreciseModule):
 
     def mixed_inputs(self, x: Tensor, grid: Grid) -> tuple[Tensor, ...]:
         """Inputs of the w, k, v, r and g projections, each (B, T, C)."""
+        constants = (self.time_maa_w, self.time_maa_k, self.time_maa_v, self.time_maa_r, self.time_maa_g)
+        if lerp.usable(x.device):
+            weights = (self.time_maa_w1, self.time_maa_w2)
+            return lerp.time_mix_inputs(x, self.time_maa_x, *weights, constants, self.shift.layout(x, grid))
         difference = self.shift(x, grid) - x
         hidden = torch.tanh(torch.addcmul(x, difference, self.time_maa_x) @ self.time_maa_w1)
         hidden = hidden.view(-1, 5, TIME_MIX_RANK).transpose(0, 1)
         ratios = torch.bmm(hidden, self.time_maa_w2).unbind(0)  # each [B * T, C]
-        constants = (self.time_maa_w, self.time_maa_k, self.time_maa_v, self.time_maa_r, self.time_maa_g)
         return tuple(
             torch.addcmul(x, difference, constant + ratio.view(x.shape))
             for constant, ratio in zip(constants, ratios, strict=True)
@@ -124,12 +128,19 @@ class ChannelMix(nn.Module):
         self.receptance = nn.Linear(width, width, bias=False)
         self.value = nn.Linear(hidden_width, width, bias=False)
 
+    def neighbours_shares(self) -> tuple[Tensor, Tensor]:
+        """Share of the shifted neighbours in the inputs of the key and receptance projections, float32 [1, 1, C]."""
+        raise NotImplementedError
+
     def mixed_inputs(self, x: Tensor, shifted: Tensor) -> tuple[Tensor, Tensor]:
-        """Inputs of the key and receptance projections, each (B, T, C)."""
+        """These inputs, each (B, T, C)."""
         raise NotImplementedError
 
     def forward(self, x: Tensor, grid: Grid = None) -> Tensor:
-        xk, xr = self.mixed_inputs(x, self.shift(x, grid))
+        if lerp.usable(x.device):
+            xk, xr = lerp.lerp(x, self.neighbours_shares(), self.shift.layout(x, grid))
+        else:
+            xk, xr = self.mixed_inputs(x, self.shift(x, grid))
         value = self.value(torch.square(torch.relu(self.key(xk))))
         return torch.sigmoid(self.receptance(xr)) * value
 
@@ -141,6 +152,9 @@ class ImageChannelMix(ChannelMix):
         super().__init__(width, hidden_width, shift)
         self.spatial_mix_k = nn.Parameter(channel_powers(width, layer.falling))
         self.spatial_mix_r = nn.Parameter(channel_powers(width, layer.falling))
+
+    def neighbours_shares(self) -> tuple[Tensor, Tensor]:
+        return 1 - self.spatial_mix_k.float(), 1 - self.spatial_mix_r.float()
 
     def mixed_inputs(self, x: Tensor, shifted: Tensor) -> tuple[Tensor, Tensor]:
         xk = torch.addcmul(shifted * (1 - self.spatial_mix_k), x, self.spatial_mix_k)
@@ -155,6 +169,9 @@ class TextChannelMix(ChannelMix):
         super().__init__(width, hidden_width, shift)
         self.time_maa_k = nn.Parameter(1.0 - channel_powers(width, layer.falling))
         self.time_maa_r = nn.Parameter(1.0 - channel_powers(width, layer.falling))
+
+    def neighbours_shares(self) -> tuple[Tensor, Tensor]:
+        return self.time_maa_k.float(), self.time_maa_r.float()
 
     def mixed_inputs(self, x: Tensor, shifted: Tensor) -> tuple[Tensor, Tensor]:
         difference = shifted - x

@@ -12,10 +12,40 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..ops.lerp import Layout
+
 Directions = tuple[tuple[int, int], ...]
 """Per group of channels: the axis, and 1 to take the neighbour before or -1 to take the one after."""
 IMAGE_DIRECTIONS: Directions = ((2, 1), (2, -1), (1, 1), (1, -1))
 TEXT_DIRECTIONS: Directions = ((1, 1), (1, -1))
+
+
+class ImageShift:
+    """The four-way shift of one tower: called as shift(x, grid)."""
+
+    def __init__(self, num_heads: int, with_cls_token: bool) -> None:
+        self.num_heads, self.with_cls_token = num_heads, with_cls_token
+
+    def __call__(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
+        return shift_image(x, grid, self.num_heads, self.with_cls_token)
+
+    def layout(self, x: Tensor, grid: tuple[int, int]) -> Layout:
+        """For the ops of ops/lerp.py."""
+        return grid[1], x.shape[2] // self.num_heads, len(IMAGE_DIRECTIONS), self.with_cls_token
+
+
+class TextShift:
+    """The two-way shift of one tower: called as shift(x, None)."""
+
+    def __init__(self, num_heads: int) -> None:
+        self.num_heads = num_heads
+
+    def __call__(self, x: Tensor, grid: None) -> Tensor:
+        return shift_text(x, grid, self.num_heads)
+
+    def layout(self, x: Tensor, grid: None) -> Layout:
+        """For the ops of ops/lerp.py."""
+        return x.shape[1], x.shape[2] // self.num_heads, len(TEXT_DIRECTIONS), False
 
 
 def shift_image(x: Tensor, grid: tuple[int, int], num_heads: int, with_cls_token: bool) -> Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -12,7 +10,7 @@ from .blocks import BlockRunner
 from .config import TextConfig
 from .init import TEXT_TIME_MIX, LayerPosition
 from .mixing import TextChannelMix, TimeMix
-from .shift import shift_text
+from .shift import TextShift
 
 
 class TextBlock(nn.Module):
@@ -21,7 +19,7 @@ class TextBlock(nn.Module):
     def __init__(self, config: TextConfig, layer: LayerPosition) -> None:
         super().__init__()
         width = config.width
-        shift = partial(shift_text, num_heads=config.num_heads)
+        shift = TextShift(config.num_heads)
         self.dropout = config.dropout
         self.ln1 = nn.LayerNorm(width)
         self.ln2 = nn.LayerNorm(width)

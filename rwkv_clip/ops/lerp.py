@@ -1,0 +1,161 @@
+"""Token shift and interpolation as PyTorch custom ops, for GPUs: one pass over memory where a compiler makes many.
+
+    lerp:    y_i = x + (shift(x) - x) * c_i
+    ddlerp:  y_i = x + (shift(x) - x) * (c_i + hidden_i @ w2_i), i = w, k, v, r, g
+
+ddlerp is the data-dependent interpolation of RWKV-6 (Peng et al., "Eagle and Finch", 2024, equations 11 to 14), with
+the published towers' shifts. The kernels are in lerp_triton.py; where `usable` says no, mixing.py computes the same in
+plain PyTorch.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+Layout = tuple[int, int, int, bool]
+"""Of the shift: patches per row (for text, tokens), channels per head, directions (4 or 2), class token at the end."""
+
+_LAYOUT = "int width, int head_size, int directions, bool with_cls_token"
+_TAGS = (torch.Tag.pt2_compliant_tag,)
+for _schema in (
+    f"lerp(Tensor x, Tensor c, {_LAYOUT}) -> Tensor[]",
+    f"lerp_backward(Tensor x, Tensor c, Tensor[] gradients, Tensor? base, Tensor? extra, {_LAYOUT}) -> (Tensor, Tensor)",
+    f"ddlerp(Tensor x, Tensor hidden, Tensor w2, Tensor c, {_LAYOUT}) -> Tensor[]",
+    f"ddlerp_backward(Tensor x, Tensor hidden, Tensor w2, Tensor c, Tensor[] gradients, {_LAYOUT}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+):
+    torch.library.define("rwkv_clip::" + _schema.split("(")[0], _schema[_schema.index("(") :], tags=_TAGS)
+
+
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+@torch.compiler.assume_constant_result
+def usable(device: torch.device) -> bool:
+    """Whether the kernels run there: a GPU of compute capability 8.0 or newer, and Triton, which PyTorch brings along.
+
+    The meta device stands for such a GPU, whose memory is worked out on it.
+    """
+    if device.type == "meta":
+        return True
+    if device.type != "cuda" or not _HAS_TRITON:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+@torch.library.impl("rwkv_clip::lerp", "cuda")
+def _lerp(x: Tensor, c: Tensor, *layout: int) -> list[Tensor]:
+    from . import lerp_triton
+
+    return lerp_triton.lerp(x, c, *layout)
+
+
+@torch.library.impl("rwkv_clip::lerp_backward", "cuda")
+def _lerp_backward(
+    x: Tensor, c: Tensor, gradients: list[Tensor], base: Tensor | None, extra: Tensor | None, *layout: int
+) -> tuple[Tensor, Tensor]:
+    from . import lerp_triton
+
+    return lerp_triton.lerp_backward(x, c, gradients, base, extra, *layout)
+
+
+@torch.library.impl("rwkv_clip::ddlerp", "cuda")
+def _ddlerp(x: Tensor, hidden: Tensor, w2: Tensor, c: Tensor, *layout: int) -> list[Tensor]:
+    from . import lerp_triton
+
+    return lerp_triton.ddlerp(x, hidden, w2, c, *layout)
+
+
+@torch.library.impl("rwkv_clip::ddlerp_backward", "cuda")
+def _ddlerp_backward(
+    x: Tensor, hidden: Tensor, w2: Tensor, c: Tensor, gradients: list[Tensor], *layout: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    from . import lerp_triton
+
+    return lerp_triton.ddlerp_backward(x, hidden, w2, c, gradients, *layout)
+
+
+@torch.library.register_fake("rwkv_clip::lerp")
+def _fake_lerp(x: Tensor, c: Tensor, *layout: int) -> list[Tensor]:
+    return [x.new_empty(x.shape) for _ in range(c.shape[0])]
+
+
+@torch.library.register_fake("rwkv_clip::lerp_backward")
+def _fake_lerp_backward(x: Tensor, c: Tensor, *_others: object) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), c.new_empty(c.shape)
+
+
+@torch.library.register_fake("rwkv_clip::ddlerp")
+def _fake_ddlerp(x: Tensor, hidden: Tensor, w2: Tensor, c: Tensor, *layout: int) -> list[Tensor]:
+    return [x.new_empty(x.shape) for _ in range(5)]
+
+
+@torch.library.register_fake("rwkv_clip::ddlerp_backward")
+def _fake_ddlerp_backward(
+    x: Tensor, hidden: Tensor, w2: Tensor, c: Tensor, *_others: object
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    shapes = (x, x, hidden, w2, c)
+    base, extra, g_hidden, g_w2, g_c = (tensor.new_empty(tensor.shape) for tensor in shapes)
+    return base, extra, g_hidden, g_w2, g_c
+
+
+class _Lerp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, c: Tensor, layout: Layout) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x, c)
+        ctx.layout = layout
+        return tuple(torch.ops.rwkv_clip.lerp(x, c, *layout))
+
+    @staticmethod
+    def backward(ctx, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, c = ctx.saved_tensors
+        gx, gc = torch.ops.rwkv_clip.lerp_backward(x, c, gradients, None, None, *ctx.layout)
+        return gx, gc, None
+
+
+class _TimeMixInputs(torch.autograd.Function):
+    """One function for both interpolations: the gradients that meet at x are added on the way through memory."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, c_x: Tensor, w1: Tensor, w2: Tensor, c: Tensor, layout: Layout) -> tuple[Tensor, ...]:
+        (mixed,) = torch.ops.rwkv_clip.lerp(x, c_x, *layout)
+        hidden = torch.tanh(mixed.flatten(0, 1) @ w1)
+        ctx.save_for_backward(x, c_x, mixed, hidden, w1, w2, c)
+        ctx.layout = layout
+        return tuple(torch.ops.rwkv_clip.ddlerp(x, hidden, w2, c, *layout))
+
+    @staticmethod
+    def backward(ctx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, c_x, mixed, hidden, w1, w2, c = ctx.saved_tensors
+        base, extra, g_hidden, g_w2, g_c = torch.ops.rwkv_clip.ddlerp_backward(x, hidden, w2, c, gradients, *ctx.layout)
+        g_product = torch.ops.aten.tanh_backward(g_hidden, hidden)
+        g_w1 = mixed.flatten(0, 1).T @ g_product
+        g_mixed = (g_product @ w1.T).view(x.shape)
+        gx, g_c_x = torch.ops.rwkv_clip.lerp_backward(x, c_x, [g_mixed], base, extra, *ctx.layout)
+        return gx, g_c_x, g_w1, g_w2, g_c, None
+
+
+def lerp(x: Tensor, c: Sequence[Tensor], layout: Layout) -> tuple[Tensor, ...]:
+    """x + (shift(x) - x) * c for each c: (B, T, C) -> as many (B, T, C). c: one or two of C values each."""
+    return _Lerp.apply(x, torch.stack([value.flatten() for value in c]), layout)
+
+
+def time_mix_inputs(
+    x: Tensor, c_x: Tensor, w1: Tensor, w2: Tensor, c: Sequence[Tensor], layout: Layout
+) -> tuple[Tensor, ...]:
+    """The five inputs of a time mix: (B, T, C) -> five (B, T, C).
+
+    Args:
+        x: [B, T, C].
+        c_x: C values, the share for the hidden values' own input.
+        w1: [C, 5 * 32] into the hidden values.
+        w2: [5, 32, C] out of them.
+        c: five of C values, the shares' constant parts.
+        layout: of the shift.
+    """
+    constants = torch.stack([value.flatten() for value in c])
+    return _TimeMixInputs.apply(x, c_x.reshape(1, -1), w1, w2, constants, layout)
