@@ -23,7 +23,8 @@ _LAYOUT = "int width, int head_size, int directions, bool with_cls_token"
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 for _schema in (
     f"lerp(Tensor x, Tensor c, {_LAYOUT}) -> Tensor[]",
-    f"lerp_backward(Tensor x, Tensor c, Tensor[] gradients, Tensor? base, Tensor? extra, {_LAYOUT}) -> (Tensor, Tensor)",
+    f"lerp_backward(Tensor x, Tensor c, Tensor[] gradients, Tensor? base, Tensor? extra, {_LAYOUT}) "
+    "-> (Tensor, Tensor)",
     f"ddlerp(Tensor x, Tensor hidden, Tensor w2, Tensor c, {_LAYOUT}) -> Tensor[]",
     f"ddlerp_backward(Tensor x, Tensor hidden, Tensor w2, Tensor c, Tensor[] gradients, {_LAYOUT}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",

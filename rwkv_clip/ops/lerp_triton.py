@@ -112,12 +112,14 @@ def _lerp_backward_kernel(
 
 
 @triton.jit
-def _share(hidden_ptr, w2_ptr, c_ptr, I: tl.constexpr, rows, columns, row_mask, real, C: tl.constexpr):
-    """Share I of the neighbours, float32 [tokens, channels]: a constant and a low-rank product."""
+def _share(hidden_ptr, w2_ptr, c_ptr, INDEX: tl.constexpr, rows, columns, row_mask, real, C: tl.constexpr):
+    """Share INDEX of the neighbours, float32 [tokens, channels]: a constant and a low-rank product."""
     ranks = tl.arange(0, 32)
-    hidden = tl.load(hidden_ptr + rows.to(tl.int64)[:, None] * 160 + (I * 32 + ranks)[None, :], row_mask[:, None], 0.0)
-    w2 = tl.load(w2_ptr + (I * 32 + ranks)[:, None] * C + columns[None, :], real[None, :], 0.0)
-    c = tl.load(c_ptr + I * C + columns, real, 0.0).to(tl.float32)
+    hidden = tl.load(
+        hidden_ptr + rows.to(tl.int64)[:, None] * 160 + (INDEX * 32 + ranks)[None, :], row_mask[:, None], 0.0
+    )
+    w2 = tl.load(w2_ptr + (INDEX * 32 + ranks)[:, None] * C + columns[None, :], real[None, :], 0.0)
+    c = tl.load(c_ptr + INDEX * C + columns, real, 0.0).to(tl.float32)
     return tl.dot(hidden, w2, input_precision="ieee") + c[None, :]
 
 
@@ -143,11 +145,11 @@ def _ddlerp_kernel(
 
 
 @triton.jit
-def _one_gradient(g_ptr, hidden, w2_ptr, c_ptr, I: tl.constexpr, at, columns, mask, real, d, C: tl.constexpr):
+def _one_gradient(g_ptr, hidden, w2_ptr, c_ptr, INDEX: tl.constexpr, at, columns, mask, real, d, C: tl.constexpr):
     """(g, its share of the difference's gradient, gradient of the hidden values from these channels)."""
     ranks = tl.arange(0, 32)
-    w2 = tl.load(w2_ptr + (I * 32 + ranks)[:, None] * C + columns[None, :], real[None, :], 0.0)
-    c = tl.load(c_ptr + I * C + columns, real, 0.0).to(tl.float32)
+    w2 = tl.load(w2_ptr + (INDEX * 32 + ranks)[:, None] * C + columns[None, :], real[None, :], 0.0)
+    c = tl.load(c_ptr + INDEX * C + columns, real, 0.0).to(tl.float32)
     g = tl.load(g_ptr + at, mask, 0.0).to(tl.float32)
     share = tl.dot(hidden, w2, input_precision="ieee") + c[None, :]
     g_hidden = tl.dot((g * d).to(w2.dtype), tl.trans(w2), input_precision="ieee")
@@ -155,8 +157,8 @@ def _one_gradient(g_ptr, hidden, w2_ptr, c_ptr, I: tl.constexpr, at, columns, ma
 
 
 @triton.jit
-def _hidden(hidden_ptr, I: tl.constexpr, rows, row_mask):
-    at = rows.to(tl.int64)[:, None] * 160 + (I * 32 + tl.arange(0, 32))[None, :]
+def _hidden(hidden_ptr, INDEX: tl.constexpr, rows, row_mask):
+    at = rows.to(tl.int64)[:, None] * 160 + (INDEX * 32 + tl.arange(0, 32))[None, :]
     return tl.load(hidden_ptr + at, row_mask[:, None], 0.0)
 
 
@@ -327,7 +329,8 @@ def lerp_backward(
             _lerp_backward_kernel[(triton.cdiv(x.shape[2], BLOCK_CHANNELS), chunks)](
                 x, c, gradients[0], gradients[-1],
                 x if base is None else base.contiguous(), x if extra is None else extra.contiguous(), gx, sums, rows,
-                COUNT=len(c), EXTRA=base is not None, BLOCKS=blocks, BM=BLOCK_TOKENS, BN=BLOCK_CHANNELS, **_sizes(x, layout),
+                COUNT=len(c), EXTRA=base is not None, BLOCKS=blocks, BM=BLOCK_TOKENS, BN=BLOCK_CHANNELS,
+                **_sizes(x, layout),
             )  # fmt: skip
     return gx, sums.sum(0).to(c.dtype)
 
