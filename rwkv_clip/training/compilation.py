@@ -29,6 +29,8 @@ KEYS = {"enabled": bool, "force": bool, "recompute": str, "options": dict}
 # Largest difference of a compiled gradient, as a share of the eager one's norm and of the largest norm of all. Rounding
 # in bf16 stays far below, a wrong kernel does not.
 _OWN_SHARE, _LARGEST_SHARE = 0.2, 0.02
+ALIGNMENT = 16
+"""Bytes that compiled kernels load at once, from multiples of that."""
 REMINDER = 30.0
 """Seconds between two lines of the log while the compiler works."""
 
@@ -67,6 +69,7 @@ def compile_towers(model: RWKVCLIP, config: dict[str, Any], world: World, with_r
     problem = ""
     with _first_on_its_machine_compiles(world), _reminders(started):
         try:
+            _check_addresses(model)
             with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):
                 for tower, block, arguments in _examples(model, config["train_micro_batch_size_per_gpu"]):
                     began = time.monotonic()
@@ -151,6 +154,21 @@ def _examples(model: RWKVCLIP, batch: int) -> list[tuple[str, nn.Module, tuple[A
     examples = [("image", image.layers[-1], (x, grid, image.branch_scales(x)[-1]))]
     examples.append(("text", text.blocks[-1], (activations(text, text.config.context_length),)))
     return examples
+
+
+def _check_addresses(model: RWKVCLIP) -> None:
+    """Raise unless the blocks' weights and buffers lie where compiled kernels can load them.
+
+    The compiler takes for granted that those of all blocks lie like those of the block that it saw, and looks at no
+    address again; a GPU ends the process at the first misaligned load. DeepSpeed's flat buffers put a weight anywhere.
+    """
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        past = tensor.data_ptr() % ALIGNMENT
+        if past and name.startswith(("image_model.layers.", "text_model.blocks.")):
+            raise ValueError(
+                f"{name} starts {past} bytes past a multiple of {ALIGNMENT}, from which compiled kernels load: is a "
+                "tower's width no multiple of 8?"
+            )
 
 
 def _try(tower: str, block: nn.Module, arguments: tuple[Any, ...], forward: Any, with_replay: bool) -> None:

@@ -22,6 +22,7 @@ from rwkv_clip.training import compilation
 from rwkv_clip.training.compilation import check_section, compile_towers
 from rwkv_clip.training.loss import ClipLoss
 from rwkv_clip.training.masters import set_masters
+from rwkv_clip.training.sigmoid_loss import SigmoidLoss
 from rwkv_clip.training.step import train_step
 from rwkv_clip.training.weights import gather_weights
 
@@ -129,6 +130,66 @@ def test_generated_kernels_train_20_steps_like_an_uncompiled_run(runs, name: str
     assert 0 < distance(kernels, plain) <= share
     if name == "bf16":  # fused code rounds less often, so it is no farther from the run in fp32
         assert distance(kernels, runs["fp32"][0]) <= 1.1 * distance(plain, runs["fp32"][0])
+
+
+# name -> (precision, ZeRO stage, keys of the DeepSpeed JSON)
+ENGINES = {
+    "ZeRO-1": ("bf16", 1, {}),
+    "ZeRO-2": ("bf16", 2, {}),
+    "ZeRO-1 in fp32": ("fp32", 1, {}),
+    "BF16_Optimizer": ("bf16", 1, {"data_types": {"grad_accum_dtype": "fp32"}}),
+    "bf16 without ZeRO": ("bf16", 0, {}),
+    "fp32 without ZeRO": ("fp32", 0, {}),
+}
+
+
+def misaligned(model: RWKVCLIP) -> list[str]:
+    """Names of the blocks' weights and buffers that start at no multiple of 16 bytes."""
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    return [name for name, x in tensors if re.search(r"\.(layers|blocks)\.", name) and x.data_ptr() % 16]
+
+
+def misaligned_in_engines():
+    """name -> what is misaligned in that engine, with a temperature and a logit bias, before and after a step."""
+    import torch.distributed as dist
+
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    found = {}
+    for name, (precision, stage, keys) in ENGINES.items():
+        model = RWKVCLIP(CONFIG).train()
+        model.add_logit_bias()
+        exact = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        engine = make_engine(model, PAIRS // world_size, 1, stage, precision, **keys)
+        set_masters(engine, exact)
+        before = misaligned(model)
+        batches = micro_batches(make_pairs(0), rank, world_size, 1)
+        train_step(engine, batches, SigmoidLoss(group=engine.data_parallel_group))
+        found[name] = (before, misaligned(model))
+    return found
+
+
+@pytest.fixture(scope="module")
+def found_misaligned():
+    return {world_size: run_ranks(world_size, misaligned_in_engines) for world_size in (1, 2)}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_every_weight_of_a_block_lies_where_compiled_kernels_can_load_it(found_misaligned, world_size, name) -> None:
+    assert [found[name] for found in found_misaligned[world_size]] == [([], [])] * world_size
+
+
+def test_a_weight_that_compiled_kernels_cannot_load_keeps_the_run_from_compiling(monkeypatch, caplog) -> None:
+    model = RWKVCLIP(CONFIG)
+    weight = model.text_model.blocks[1].att.key.weight
+    flat = torch.zeros(weight.numel() + 1)
+    weight.data = flat[1:].view(weight.shape)
+    monkeypatch.setattr(compilation, "compiled_forward", lambda *_: lambda block, *arguments: block(*arguments))
+    monkeypatch.setattr(logging.getLogger("rwkv_clip"), "propagate", True)
+    assert not compile_towers(model, section(), alone(), False)
+    assert model.text_model.block_runner.compiled_forward is None
+    reason = "text_model.blocks.1.att.key.weight starts 4 bytes past a multiple of 16"
+    assert reason in caplog.text and "training goes on without" in caplog.text
 
 
 def test_on_a_cpu_nothing_is_compiled_unless_forced() -> None:

@@ -48,6 +48,14 @@ def test_O9_the_groups_carry_the_decay_and_the_rate(model):
     }
 
 
+def test_in_each_group_parameters_of_whole_16_bytes_come_first_in_the_models_order(model):
+    model.add_logit_bias()
+    order = [name for name, _ in model.named_parameters()]
+    for names in names_by_group(model).values():
+        single = [name for name in names if name in ("logit_scale", "logit_bias")]
+        assert names == sorted(set(names) - set(single), key=order.index) + single
+
+
 def test_towers_and_decays_may_learn_at_their_own_rates_under_the_schedule(model):
     factors = LRFactors(image=0.1, decay=2.0)
     optimizer = build_optimizer(model, lr=1e-2, weight_decay=0.2, factors=factors)
