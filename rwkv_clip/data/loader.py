@@ -5,7 +5,8 @@
                     image_size=224, context_length=77, device=torch.device("cuda", 0), seed=seed)
     for epoch in range(first_epoch, 32):
         for batch in loader.epoch(epoch, start_step=...):     # accumulation_steps batches per optimizer step
-            ...
+            ...                                               # launch work for the device
+            loader.work_ahead()                               # while it computes
 
 A position is (epoch, step): every choice is a pure function of it and the seed, so a loader that starts at any
 position gives exactly what an uninterrupted one gives there. `state_dict` holds what was found out on the way.
@@ -73,7 +74,6 @@ class _InFlight:
     records: EncodedBatch
     encoded: object
     inputs: dict[str, np.ndarray] | None = None
-    caption_index: np.ndarray | None = None
 
 
 class Loader:
@@ -183,6 +183,15 @@ class Loader:
         if not self.train:
             self._stop()
 
+    def work_ahead(self) -> None:
+        """Feed the decoder what it has room for, which is most of what a batch costs the calling thread.
+
+        Call it when that thread has time to spare; otherwise asking for the next batch does it first. A record that
+        cannot be read is spoken of when its batch is asked for.
+        """
+        if self._decoder is not None:
+            self._fill()
+
     def state_dict(self) -> dict:
         """What this rank has found out beside its position: the bad records it met. Plain values."""
         return {"bad_records": {str(i): fault for i, fault in self.bad_records.items()}}
@@ -228,7 +237,7 @@ class Loader:
             stage.clear()
 
     def _take(self) -> Batch:
-        """The oldest batch; others are in the making when it is handed out."""
+        """The oldest batch."""
         while True:
             self._fill()
             if not self._decoding:
@@ -241,7 +250,6 @@ class Loader:
                 self._recover(entry, error)
                 continue
             self._decoding.popleft()
-            self._fill()
             self.num_replaced += entry.planned.num_replaced
             return self._finish(entry, images, labels)
 
@@ -278,22 +286,24 @@ class Loader:
     def _push_choices(self, entry: _InFlight, image_shapes: np.ndarray) -> None:
         if self.train:
             choices = choose(self._seed, entry.planned.position.epoch, entry.planned.ids, image_shapes, self._weights)
-            entry.caption_index = choices.caption
+            caption_index = choices.caption
             columns = (choices.crop_start, choices.crop_shape, choices.flip[:, None])
             inputs = {"choices": np.concatenate(columns, 1)}
         else:
             start, end = eval_regions(image_shapes, self._image_size)
-            entry.caption_index = np.full(len(image_shapes), self._eval_caption)
+            caption_index = np.full(len(image_shapes), self._eval_caption)
             inputs = {"region_start": start, "region_end": end}
-        entry.inputs = inputs | {"labels": entry.records.labels}
+        # The chosen captions alone, and which they are, travel to the device with the images.
+        captions = entry.records.labels.reshape(len(caption_index), self.dataset.num_captions, CONTEXT_LENGTH)
+        chosen = captions[np.arange(len(caption_index)), caption_index]
+        labels = np.concatenate((chosen, caption_index[:, None]), 1, dtype=np.float32)
+        entry.inputs = inputs | {"labels": labels}
         self._decoder.push(encoded=entry.encoded, **entry.inputs)
         self._decoding.append(entry)
 
     def _finish(self, entry: _InFlight, images: Tensor, labels: Tensor) -> Batch:
-        caption_index = torch.from_numpy(entry.caption_index).to(labels.device, non_blocking=True)
-        captions = labels.view(len(labels), self.dataset.num_captions, CONTEXT_LENGTH)
-        chosen = captions[torch.arange(len(labels), device=labels.device), caption_index]
-        tokens = shorten(chosen.to(torch.int64), self._context_length)
+        tokens = shorten(labels[:, :CONTEXT_LENGTH].to(torch.int64), self._context_length)
+        caption_index = labels[:, CONTEXT_LENGTH].to(torch.int64)
         ids, valid = torch.from_numpy(entry.planned.ids), torch.from_numpy(entry.planned.valid)
         return Batch(images, tokens, caption_index, ids, valid)
 

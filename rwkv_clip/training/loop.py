@@ -23,7 +23,7 @@ from .checkpoint import Checkpoints, Position
 from .distributed import CommonError, World
 from .ema import WeightAverage
 from .log import duration, logger
-from .metrics import Interval, MetricWriter
+from .metrics import ClosedInterval, Interval, MetricWriter
 from .optimizer import learning_rates
 from .profile import StepProfiler
 from .signals import Agreement, StopRequest
@@ -76,6 +76,7 @@ class Loop:
         self._evaluation_due = evaluation_due
         self._agreement = Agreement(parts.world.device)
         self._skipped: list[int] = []
+        self._unwritten: ClosedInterval | None = None
         self._last_save = time.monotonic()
 
     def run(self) -> bool:
@@ -115,7 +116,7 @@ class Loop:
         micro_batches = [next(batches) for _ in range(parts.loader.accumulation_steps)]
         wait = time.perf_counter() - started
         rates = learning_rates(parts.engine.basic_optimizer.param_groups)
-        result = train_step(parts.engine, micro_batches, parts.loss, self._args.accumulation)
+        result = train_step(parts.engine, micro_batches, parts.loss, self._args.accumulation, self._meanwhile)
         ended = step_of_epoch + 1 == self._steps_per_epoch
         self.position = Position(
             step=self.position.step + 1,
@@ -128,6 +129,11 @@ class Loop:
             self._skip(epoch, micro_batches)
         elif parts.average is not None:
             parts.average.update()
+
+    def _meanwhile(self) -> None:
+        """What is done while the device works on a step's passes."""
+        self._parts.loader.work_ahead()
+        self._write_log()
 
     def _skip(self, epoch: int, micro_batches: list[Batch]) -> None:
         """DeepSpeed left a step out, as a gradient was not finite; the schedule goes on all the same."""
@@ -160,7 +166,8 @@ class Loop:
             run_ended or (step % args.eval_every == 0 if args.eval_every else epoch_ended)
         )
         if step % args.log_every == 0 or step == self._start.step + 1 or run_ended:
-            self._log()
+            # Written in the next step, where the time for it costs none, unless something else is due now.
+            self._close_interval()
         if wish >= SAVE or run_ended or (step % args.save_every == 0 if args.save_every else epoch_ended):
             self._save()
         if self._evaluation_due and not self._evaluate():
@@ -180,12 +187,24 @@ class Loop:
         timed = self._args.save_minutes is not None and self._parts.world.is_first
         return SAVE if timed and minutes >= self._args.save_minutes else NOTHING
 
+    def _close_interval(self) -> None:
+        """End the interval that the next log line is about."""
+        self._write_log()
+        self._unwritten = self._parts.interval.close()
+
     def _log(self) -> None:
         """Write the steps since the last time, and one line about them."""
-        parts = self._parts
-        if parts.interval.is_empty:
+        self._write_log()
+        if not self._parts.interval.is_empty:
+            self._close_interval()
+            self._write_log()
+
+    def _write_log(self) -> None:
+        """Write the closed interval, if there is one; the position must still be the one where it was closed."""
+        if self._unwritten is None:
             return
-        rows, summary = parts.interval.close()
+        parts, closed, self._unwritten = self._parts, self._unwritten, None
+        rows, summary = closed.read()
         for step, values in rows:
             if not math.isfinite(values["loss"]) and step not in self._skipped:
                 raise CommonError(
@@ -222,6 +241,7 @@ class Loop:
     def _evaluate(self) -> bool:
         """False when a stop request cut it short; a resume does it again."""
         parts = self._parts
+        self._write_log()
         started = time.perf_counter()
         with parts.average.in_the_model() if parts.average is not None else contextlib.nullcontext():
             values = parts.evaluator.run(parts.engine.module)

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,6 @@ from torch import Tensor
 
 from ..errors import UserError
 from .step import StepResult
-
-PER_STEP = ("loss", "image_to_text_accuracy", "text_to_image_accuracy", "logit_scale", "logit_bias", "gradient_norm")
-# NaN where there is none: CLIP's loss has no bias, and without ZeRO in fp32 DeepSpeed gives no norm.
-_PERHAPS = ("logit_bias", "gradient_norm")
 
 
 class MetricWriter:
@@ -150,9 +147,7 @@ class Interval:
         self._reset()
 
     def _reset(self) -> None:
-        self._steps: list[int] = []
-        self._tensors: list[Tensor] = []
-        self._rates: list[dict[str, float]] = []
+        self._steps: list[tuple[int, dict[str, Tensor | float]]] = []
         self._caption_sums = torch.zeros(2, len(self._captions), device=self._device)
         self._wait = 0.0
         self._paused = 0.0
@@ -180,51 +175,88 @@ class Interval:
         gradient_norm: before clipping. rates: learning rates by name. wait: seconds spent waiting for the batch.
         caption_index: int64 [pairs of this rank], which caption each pair used.
         """
-        norm = math.nan if gradient_norm is None else gradient_norm
-        norm = torch.as_tensor(norm, dtype=torch.float32, device=self._device).reshape(())
-        bias = torch.full_like(norm, math.nan) if result.logit_bias is None else result.logit_bias
-        values = (result.loss, result.image_to_text_accuracy, result.text_to_image_accuracy, result.logit_scale, bias)
-        self._tensors.append(torch.stack([*(value.float() for value in values), norm]))
-        self._steps.append(step)
-        self._rates.append(rates)
+        values = {
+            "loss": result.loss,
+            "image_to_text_accuracy": result.image_to_text_accuracy,
+            "text_to_image_accuracy": result.text_to_image_accuracy,
+            "logit_scale": result.logit_scale,
+            "logit_bias": result.logit_bias,
+            "gradient_norm": gradient_norm,
+        }
+        # CLIP's loss has no bias, and without ZeRO in fp32 DeepSpeed gives no norm.
+        self._steps.append((step, {name: value for name, value in values.items() if value is not None} | rates))
         self._wait += wait
         if self._captions:
             ones = torch.ones_like(result.row_losses)
             self._caption_sums.index_add_(1, caption_index, torch.stack([result.row_losses.nan_to_num(), ones]))
 
-    def close(self) -> tuple[list[tuple[int, dict[str, float]]], dict[str, float]]:
-        """Values of each step, and of the interval; the next interval begins. All ranks must call it together.
+    def close(self) -> ClosedInterval:
+        """The steps so far, to be read whenever the device has come so far; the next interval begins.
 
-        This waits for the device.
+        All ranks must call it together. Nothing waits for the device.
         """
-        per_step = torch.stack(self._tensors).cpu().tolist()
         seconds = max(time.perf_counter() - self._started - self._paused, 1e-9)
-        rows = []
-        for step, row, rates in zip(self._steps, per_step, self._rates, strict=True):
-            values = dict(zip(PER_STEP, row, strict=True))
-            for name in _PERHAPS:
-                if math.isnan(values[name]) and math.isfinite(values["loss"]):
-                    del values[name]
-            rows.append((step, values | rates))
-        worst = torch.tensor([self._wait / seconds, peak_memory_gib(self._device)], device=self._device)
+        worst = torch.tensor([self._wait / seconds, peak_memory_gib(self._device)])
         if self._world_size > 1:
+            worst = (worst.pin_memory() if self._device.type == "cuda" else worst).to(self._device, non_blocking=True)
             dist.all_reduce(worst, op=dist.ReduceOp.MAX)
             if self._captions:
                 dist.all_reduce(self._caption_sums)
-        wait_share, memory = worst.tolist()
-        speed = len(rows) * self._samples_per_step / seconds
+        values = [value for _, row in self._steps for value in row.values() if isinstance(value, Tensor)]
+        numbers = torch.cat([torch.stack([value.float().reshape(()) for value in values]), self._caption_sums.view(-1)])
+        speed = len(self._steps) * self._samples_per_step / seconds
         summary = {
             "samples_per_second": speed,
             "samples_per_second_per_gpu": speed / self._world_size,
-            "data_wait_pct": 100 * min(wait_share, 1.0),
-            "max_memory_gib": memory,
-            "step_seconds": seconds / len(rows),
+            "step_seconds": seconds / len(self._steps),
         }
-        sums, counts = self._caption_sums.tolist()
-        for name, total, count in zip(self._captions, sums, counts, strict=True):
+        closed = ClosedInterval(self._steps, summary, self._captions, _on_the_way(numbers), _on_the_way(worst))
+        self._reset()
+        return closed
+
+
+def _on_the_way(numbers: Tensor) -> Callable[[], list[float]]:
+    """Starts the way of numbers to the host; what it returns waits for their arrival, not for later work."""
+    if numbers.device.type == "cpu":
+        return numbers.tolist
+    there = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+    there.copy_(numbers, non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record()
+
+    def read() -> list[float]:
+        arrived.synchronize()
+        return there.tolist()
+
+    return read
+
+
+@dataclass(frozen=True)
+class ClosedInterval:
+    """Steps between two log lines whose values may still be computed."""
+
+    _steps: list[tuple[int, dict[str, Tensor | float]]]
+    _summary: dict[str, float]
+    _captions: list[str]
+    _numbers: Callable[[], list[float]]
+    """All tensors of the steps in order, then the sums of losses by caption, then their counts."""
+    _worst: Callable[[], list[float]]
+    """Share of waiting and GiB of memory, of the rank with most."""
+
+    def read(self) -> tuple[list[tuple[int, dict[str, float]]], dict[str, float]]:
+        """Values of each step, and of the interval. This waits for the device, if it is not beyond the last step."""
+        numbers = iter(self._numbers())
+        rows = [
+            (step, {name: next(numbers) if isinstance(value, Tensor) else value for name, value in row.items()})
+            for step, row in self._steps
+        ]
+        wait_share, memory = self._worst()
+        summary = self._summary | {"data_wait_pct": 100 * min(wait_share, 1.0), "max_memory_gib": memory}
+        sums_and_counts = list(numbers)
+        half = len(self._captions)
+        for name, total, count in zip(self._captions, sums_and_counts[:half], sums_and_counts[half:], strict=True):
             if count:
                 summary[f"loss_by_caption/{name}"] = total / count
-        self._reset()
         return rows, summary
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -47,7 +47,11 @@ class StepResult:
 
 
 def train_step(
-    engine: DeepSpeedEngine, batches: Sequence[MicroBatch], loss_fn, accumulation: str = "global"
+    engine: DeepSpeedEngine,
+    batches: Sequence[MicroBatch],
+    loss_fn,
+    accumulation: str = "global",
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> StepResult:
     """One optimizer step over the micro batches of one global batch, as many as the engine accumulates.
 
@@ -56,6 +60,8 @@ def train_step(
     all its pairs as negatives (Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup",
     2021): features are computed once without gradient, then micro batch by micro batch again with the same random
     state. "micro" takes each micro batch's own loss and averages.
+    meanwhile: called when all passes are launched. The engine's step then waits until the device is done with them, so
+    until then Python's time costs none; from there to the next forward pass the device waits for Python.
     """
     if accumulation not in ACCUMULATIONS:
         raise UserError(f"unknown accumulation '{accumulation}': choose 'global' or 'micro'")
@@ -63,21 +69,19 @@ def train_step(
         raise ValueError(
             f"the engine accumulates {engine.gradient_accumulation_steps()} micro batches, got {len(batches)}"
         )
-    if len(batches) > 1 and accumulation == "global":
-        outputs, scalars = _whole_batch(engine, batches, loss_fn)
-    else:
-        outputs, scalars = _each_batch(engine, batches, loss_fn)
-    applied = engine.was_step_applied()
-    sync_precise(engine)
-    means = torch.stack(
-        [
-            torch.stack([output.mean_loss, output.image_to_text_accuracy, output.text_to_image_accuracy])
-            for output in outputs
-        ]
-    ).mean(dim=0)
+    passes = _whole_batch if len(batches) > 1 and accumulation == "global" else _each_batch
+    outputs, scalars = passes(engine, batches, loss_fn)
+    loss, image_to_text, text_to_image = (
+        torch.stack([getattr(output, name) for output in outputs]).mean(dim=0)
+        for name in ("mean_loss", "image_to_text_accuracy", "text_to_image_accuracy")
+    )
     rows = torch.cat([(output.image_to_text_losses + output.text_to_image_losses) / 2 for output in outputs])
     bias = scalars[1] if len(scalars) > 1 else None
-    return StepResult(means[0], means[1], means[2], rows, scalars[0], applied, bias)
+    meanwhile()
+    engine.step()
+    applied = engine.was_step_applied()
+    sync_precise(engine)
+    return StepResult(loss, image_to_text, text_to_image, rows, scalars[0], applied, bias)
 
 
 def _numbers(scalars: Sequence[Tensor]) -> list[Tensor]:
@@ -85,17 +89,20 @@ def _numbers(scalars: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _each_batch(engine, batches, loss_fn) -> tuple[list[LossOutput], list[Tensor]]:
+    """The passes of all micro batches, and the engine's step of all but the last."""
     outputs = []
     for batch in batches:
+        if outputs:
+            engine.step()
         image_features, text_features, *scalars = engine(batch.images, batch.tokens)
         output = loss_fn(image_features, text_features, *scalars)
         engine.backward(output.loss)
-        engine.step()
         outputs.append(output)
     return outputs, _numbers(scalars)
 
 
 def _whole_batch(engine, batches, loss_fn) -> tuple[list[LossOutput], list[Tensor]]:
+    """As `_each_batch`, with the gradient of the whole global batch."""
     random_states, features = [], []
     with torch.no_grad():
         for batch in batches:
@@ -112,7 +119,9 @@ def _whole_batch(engine, batches, loss_fn) -> tuple[list[LossOutput], list[Tenso
     sizes = [len(image) for image, *_ in features]
     del features
     pieces = zip(batches, random_states, grad_image.split(sizes), grad_text.split(sizes), strict=True)
-    for batch, random_state, image_part, text_part in pieces:
+    for number, (batch, random_state, image_part, text_part) in enumerate(pieces):
+        if number:
+            engine.step()
         random_state.restore()
         image, text, *own_scalars = engine(batch.images, batch.tokens)
         # Its gradient of the weights is the loss's, by the chain rule; each micro batch carries an equal share of the
@@ -121,7 +130,6 @@ def _whole_batch(engine, batches, loss_fn) -> tuple[list[LossOutput], list[Tenso
         for scalar, gradient in zip(own_scalars, grad_scalars, strict=True):
             surrogate = surrogate + (scalar * gradient).sum() / len(batches)
         engine.backward(surrogate, scale_wrt_gas=False)
-        engine.step()
     random_after.restore()
     return [output], _numbers(scalars)
 

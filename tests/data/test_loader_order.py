@@ -12,7 +12,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from loader_data import eval_loader, small_dataset, train_loader
+from loader_data import eval_loader, jpeg_of, small_dataset, train_loader
 
 from rwkv_clip.data.augment import choose, cumulative_caption_weights
 from rwkv_clip.errors import UserError
@@ -77,6 +77,42 @@ def test_L9_one_seed_gives_one_run_and_another_seed_another(hundred):
     image = {int(i): picture for batch in first[:5] for i, picture in zip(batch.ids, batch.images, strict=True)}
     later = {int(i): picture for batch in first[5:] for i, picture in zip(batch.ids, batch.images, strict=True)}
     assert sum(torch.equal(image[i], later[i]) for i in image) < 10
+
+
+def test_work_done_ahead_leaves_the_next_batch_nothing_to_read_and_is_the_same_work(hundred):
+    def run(ahead: bool):
+        given, reads_while_asked = [], 0
+        with train_loader(hundred, 20) as loader:
+            loader.work_ahead()  # nothing has begun
+            reads = []
+            read = loader._reader.read
+            loader._reader.read = lambda ids: reads.append(1) or read(ids)
+            for epoch in range(2):
+                batches = loader.epoch(epoch)
+                for _ in range(loader.steps_per_epoch):
+                    before = len(reads)
+                    given.append(next(batches))
+                    reads_while_asked += len(reads) - before if len(given) > 1 else 0
+                    if ahead:
+                        loader.work_ahead()
+        return given, reads_while_asked
+
+    (plain, asked), (ahead, asked_ahead) = run(False), run(True)
+    assert all(same(a, b) for a, b in zip(plain, ahead, strict=True))
+    assert asked > 0 and asked_ahead == 0
+
+
+def test_a_broken_record_met_ahead_is_spoken_of_when_its_batch_is_asked_for(tmp_path):
+    dataset = small_dataset(tmp_path, 20, payload=lambda number: jpeg_of(number) if number != 7 else b"no picture")
+    with train_loader(dataset, 4) as loader:
+        batches, good = loader.epoch(0), []
+        with pytest.raises(UserError, match="key 7 .* holds an image that cannot be decoded"):
+            while True:
+                good.append(next(batches))
+                loader.work_ahead()
+    with train_loader(dataset, 4, on_bad_record="skip") as loader:
+        order = [batch.ids.tolist() for batch in loader.epoch(0)]
+    assert [batch.ids.tolist() for batch in good] == order[: len(good)] and len(good) < 5
 
 
 def test_L10_captions_are_drawn_alike_and_anew_in_each_epoch():

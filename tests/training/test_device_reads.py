@@ -46,8 +46,10 @@ def reads_of_a_step(precision: str, stage: int, clip: float) -> list[str]:
         batches = micro_batches(make_pairs(4, seed=step), 0, 1, 1)
         with Reads() as reads:
             result = train_step(engine, batches, loss)
+            assert isinstance(engine.get_global_grad_norm(), float)  # which costs the metrics no second read
             captions = torch.zeros(4, dtype=torch.int64)
             interval.add(step + 1, result, engine.get_global_grad_norm(), {"learning_rate": 1e-3}, 0.0, captions)
+            interval.close()
     return reads.places  # of the last step: the first one makes the optimizer's state
 
 
@@ -58,4 +60,4 @@ def reads() -> list[list[str]]:
 def test_a_step_with_its_metrics_reads_only_whether_the_norm_is_finite() -> None:
     for places in run_ranks(1, reads)[0]:
         assert len(places) == 1, "\n".join(places)
-        assert "deepspeed" in places[0] and "norm" in places[0], places[0]
+        assert "lean_zero" in places[0], places[0]

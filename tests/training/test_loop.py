@@ -30,27 +30,53 @@ class Interval:
         self.is_empty = False
 
     def close(self):
-        return self.rows, dict(SUMMARY)
+        self.is_empty = True
+        return SimpleNamespace(read=lambda: (self.rows, dict(SUMMARY)))
 
 
-def logged(losses: list[float], monkeypatch: pytest.MonkeyPatch, is_first: bool = True):
-    """(warnings, {step: values written}, state of the spikes, the last line)."""
-    warnings, lines, written = [], [], {}
-    monkeypatch.setattr(loop.logger, "warning", lambda text, *args: warnings.append(text % args))
-    monkeypatch.setattr(loop.logger, "info", lambda text, *args: lines.append(text % args))
+def loop_of(losses: list[float], written: dict, is_first: bool = True) -> loop.Loop:
+    """A loop after steps of these losses, whose metrics go to `written`."""
     engine = SimpleNamespace(train_batch_size=lambda: 8, skipped_steps=0, fp16_enabled=lambda: False)
     parts = SimpleNamespace(
         engine=engine,
         world=SimpleNamespace(is_first=is_first, device=torch.device("cpu"), world_size=1),
-        loader=SimpleNamespace(steps_per_epoch=100),
+        loader=SimpleNamespace(steps_per_epoch=100, work_ahead=lambda: None),
         checkpoints=SimpleNamespace(saved_step=None, finish=lambda: None),
         interval=Interval(losses),
         spikes=LossSpikes(),
         metrics=SimpleNamespace(write=lambda step, values: written.update({step: values}), flush=lambda: None),
     )
     args = SimpleNamespace(epochs=1)
-    loop.Loop(parts, args, Position(step=len(losses), samples=8 * len(losses)), evaluation_due=False)._log()
-    return warnings, written, parts.spikes.state(), lines
+    return loop.Loop(parts, args, Position(step=len(losses), samples=8 * len(losses)), evaluation_due=False)
+
+
+def logged(losses: list[float], monkeypatch: pytest.MonkeyPatch, is_first: bool = True):
+    """(warnings, {step: values written}, state of the spikes, the log's lines)."""
+    warnings, lines, written = [], [], {}
+    monkeypatch.setattr(loop.logger, "warning", lambda text, *args: warnings.append(text % args))
+    monkeypatch.setattr(loop.logger, "info", lambda text, *args: lines.append(text % args))
+    job = loop_of(losses, written, is_first)
+    job._log()
+    return warnings, written, job._parts.spikes.state(), lines
+
+
+def test_an_interval_is_written_once_while_the_device_works_on_the_next_step_or_before_a_save() -> None:
+    fed, written = [], {}
+    job = loop_of([2.0, 1.5], written)
+    job._parts.loader.work_ahead = lambda: fed.append(dict(written))
+    job._close_interval()
+    assert not written
+    job._meanwhile()
+    # Feeding comes first: a decoder that waits costs more than a late line.
+    assert fed == [{}] and list(written) == [1, 2]
+    written.clear()
+    job._meanwhile()
+    job._log()
+    assert not written
+    job = loop_of([2.0], written)
+    job._close_interval()
+    job._log()
+    assert list(written) == [1]
 
 
 def test_a_loss_spike_is_marked_in_the_log_and_counted_from_its_step_on(monkeypatch) -> None:

@@ -32,7 +32,7 @@ def test_each_step_keeps_its_own_values_and_the_interval_its_speed():
         interval.add(
             step, result(float(step)), 0.5, {"learning_rate": step / 10}, 0.0, torch.zeros(3, dtype=torch.int64)
         )
-    rows, summary = interval.close()
+    rows, summary = interval.close().read()
     assert [(step, row["loss"], row["learning_rate"]) for step, row in rows] == [(1, 1.0, 0.1), (2, 2.0, 0.2)]
     assert rows[0][1]["logit_scale"] == pytest.approx(14.29) and rows[0][1]["gradient_norm"] == 0.5
     assert summary["samples_per_second"] == pytest.approx(6 / summary["step_seconds"])
@@ -43,7 +43,7 @@ def test_the_loss_is_kept_by_caption():
     interval = Interval(CPU, 3, 1, ["raw", "synthetic", "generated"])
     for _ in range(2):
         interval.add(1, result(1.0, rows=(1.0, 2.0, 4.0)), None, {}, 0.0, torch.tensor([0, 2, 2]))
-    _, summary = interval.close()
+    _, summary = interval.close().read()
     assert summary["loss_by_caption/raw"] == 1.0 and summary["loss_by_caption/generated"] == 3.0
     assert "loss_by_caption/synthetic" not in summary
 
@@ -55,14 +55,14 @@ def test_the_share_of_waiting_is_of_the_time_that_was_not_paused(monkeypatch):
     interval.add(1, result(1.0), None, {}, wait=1.0, caption_index=torch.zeros(3, dtype=torch.int64))
     interval.pause(6.0)
     clock[0] = 10.0
-    _, summary = interval.close()
+    _, summary = interval.close().read()
     assert summary["data_wait_pct"] == pytest.approx(25) and summary["step_seconds"] == pytest.approx(4)
 
 
 def test_a_norm_that_deepspeed_does_not_give_is_left_out():
     interval = Interval(CPU, 3, 1, [])
     interval.add(1, result(1.0), None, {}, 0.0, torch.zeros(3, dtype=torch.int64))
-    assert "gradient_norm" not in interval.close()[0][0][1]
+    assert "gradient_norm" not in interval.close().read()[0][0][1]
 
 
 def test_values_go_to_both_files_and_nan_is_null(tmp_path):

@@ -182,6 +182,32 @@ def test_O7_eight_updates_end_at_the_minimum_rate_with_any_accumulation():
             assert after == pytest.approx([0.1, 0.1])
 
 
+def order_run(accumulation: int, mode: str) -> list[str]:
+    engine = make_engine(make_model(), 4, accumulation)
+    calls = []
+
+    def note(name: str) -> None:
+        method = getattr(engine, name)
+        setattr(engine, name, lambda *args, **options: calls.append(name) or method(*args, **options))
+
+    for name in ("forward", "backward", "step"):
+        note(name)
+    batches = micro_batches(make_pairs(4 * accumulation), 0, 1, accumulation)
+    train_step(engine, batches, ClipLoss(), mode, meanwhile=lambda: calls.append("meanwhile"))
+    return calls
+
+
+def order_runs(settings):
+    return [order_run(*setting) for setting in settings]
+
+
+def test_there_is_time_for_other_things_between_the_last_pass_and_the_engines_step():
+    one, plain, whole = run_ranks(1, order_runs, [(1, "global"), (2, "micro"), (2, "global")])[0]
+    assert one == ["forward", "backward", "meanwhile", "step"]
+    assert plain == ["forward", "backward", "step", "forward", "backward", "meanwhile", "step"]
+    assert whole == ["forward", "forward", *plain]
+
+
 def test_random_state_of_the_cpu_comes_back():
     state = RandomState.capture(torch.device("cpu"))
     drawn = torch.rand(5)
