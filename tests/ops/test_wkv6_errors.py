@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rwkv_clip.ops import prepare, wkv6
+from rwkv_clip.ops import wkv6
 
 SHAPE = (2, 5, 3, 8)
 
@@ -45,13 +45,30 @@ def test_K12_a_head_size_that_is_not_supported_is_an_error_and_the_process_lives
     assert wkv6(**good()).shape == SHAPE
 
 
-def test_a_direct_call_of_the_compiled_op_checks_sizes_too():
-    prepare("cpu")
-    x = good()
-    with pytest.raises(RuntimeError, match="k, v and w must be as r"):
-        torch.ops.rwkv_clip.wkv6_cpu_forward(x["r"], x["k"][:, :3], x["v"], x["w"], x["u"])
-    with pytest.raises(RuntimeError, match="multiple of 4"):
-        torch.ops.rwkv_clip.wkv6_cpu_forward(*(torch.zeros(1, 1, 1, 6) for _ in "rkvw"), torch.zeros(1, 6))
+WRONG = {
+    "three dimensions": ({"r": torch.zeros(2, 5, 24)}, r"r must be \[B, T, H, N\], got \[2, 5, 24\]"),
+    "no tokens": ({name: torch.zeros(2, 0, 3, 8) for name in "rkvw"}, r"got \[2, 0, 3, 8\]"),
+    "head size": ({**{name: torch.zeros(2, 5, 3, 6) for name in "rkvw"}, "u": torch.zeros(3, 6)}, "multiple of 4"),
+    "fewer tokens": ({"k": torch.zeros(SHAPE)[:, :3]}, r"k, v and w must be as r .* got \[2, 3, 3, 8\]"),
+    "u per channel": ({"u": torch.zeros(24)}, r"u must be \[H, N\] .* got \[24\]"),
+    "mixed dtypes": ({"v": torch.zeros(SHAPE).bfloat16()}, "r, k and v must have one dtype"),
+    "float64": ({name: torch.zeros(SHAPE).double() for name in "rkvw"}, "expected float32, bfloat16 or float16"),
+    "the gradient": ({"gy": torch.zeros(1, 5, 3, 8)}, r"the gradient of y must be as r, got \[1, 5, 3, 8\]"),
+}
+
+
+@pytest.mark.parametrize("change, message", WRONG.values(), ids=WRONG)
+def test_a_direct_call_of_the_compiled_op_is_checked_too_and_the_process_lives(change, message, op_device):
+    op = {name: getattr(torch.ops.rwkv_clip, f"wkv6_{op_device}_{name}") for name in ("forward", "backward")}
+    x = {name: value.to(op_device) for name, value in {**good(), "gy": torch.zeros(SHAPE), **change}.items()}
+    gy = x.pop("gy")
+    for _ in range(3):
+        if "gy" not in change:
+            with pytest.raises(RuntimeError, match=message):
+                op["forward"](*x.values())
+        with pytest.raises(RuntimeError, match=message):
+            op["backward"](*x.values(), gy)
+    assert op["forward"](*(value.to(op_device) for value in good().values())).shape == SHAPE
 
 
 def test_a_second_derivative_is_refused():

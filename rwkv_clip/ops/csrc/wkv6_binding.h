@@ -42,30 +42,38 @@ inline at::Tensor readable(const at::Tensor& x) {
     return x.stride(3) == 1 && aligned ? x : x.clone(at::MemoryFormat::Contiguous);
 }
 
+// Sizes and dtypes of a call whose tensors are as the kernels read them; raises otherwise. At that point nothing is held
+// that raising would have to destroy.
+inline WKV6Params checked(const at::Tensor& r, const at::Tensor& k, const at::Tensor& v, const at::Tensor& w,
+                          const at::Tensor& u) {
+    TORCH_CHECK(r.dim() == 4 && r.size(1) > 0 && r.size(3) > 0, "wkv6: r must be [B, T, H, N], got ", r.sizes());
+    TORCH_CHECK(r.size(3) % 4 == 0 && r.size(3) <= 128, "wkv6: N must be a multiple of 4 up to 128, got ", r.size(3));
+    for (const at::Tensor* x : {&k, &v, &w})
+        TORCH_CHECK(x->sizes() == r.sizes() && x->device() == r.device(), "wkv6: k, v and w must be as r ", r.sizes(),
+                    " on ", r.device(), ", got ", x->sizes(), " on ", x->device());
+    TORCH_CHECK(u.dim() == 2 && u.size(0) == r.size(2) && u.size(1) == r.size(3) && u.device() == r.device(),
+                "wkv6: u must be [H, N] on ", r.device(), ", got ", u.sizes(), " on ", u.device());
+    TORCH_CHECK(k.dtype() == r.dtype() && v.dtype() == r.dtype(), "wkv6: r, k and v must have one dtype");
+    TORCH_CHECK(r.numel() < (int64_t{1} << 31) * r.size(3), "wkv6: too large: ", r.sizes());
+    WKV6Params params{};
+    params.dtype = dtype_of(r);
+    params.w_dtype = dtype_of(w);
+    params.u_dtype = dtype_of(u);
+    params.B = static_cast<int32_t>(r.size(0));
+    params.T = static_cast<int32_t>(r.size(1));
+    params.H = static_cast<int32_t>(r.size(2));
+    params.N = static_cast<int32_t>(r.size(3));
+    return params;
+}
+
 // The inputs of one call and the parameters that point into them.
 struct Call {
-    WKV6Params params{};
+    WKV6Params params;                 // first, so that the checks come before all else
     std::array<at::Tensor, 5> inputs;  // r, k, v, w, u
 
-    Call(const at::Tensor& r, const at::Tensor& k, const at::Tensor& v, const at::Tensor& w, const at::Tensor& u) {
-        TORCH_CHECK(r.dim() == 4 && r.size(1) > 0 && r.size(3) > 0, "wkv6: r must be [B, T, H, N], got ", r.sizes());
-        TORCH_CHECK(r.size(3) % 4 == 0 && r.size(3) <= 128, "wkv6: N must be a multiple of 4 up to 128, got ",
-                    r.size(3));
-        for (const auto& x : {k, v, w})
-            TORCH_CHECK(x.sizes() == r.sizes() && x.device() == r.device(), "wkv6: k, v and w must be as r ", r.sizes(),
-                        " on ", r.device(), ", got ", x.sizes(), " on ", x.device());
-        TORCH_CHECK(u.dim() == 2 && u.size(0) == r.size(2) && u.size(1) == r.size(3) && u.device() == r.device(),
-                    "wkv6: u must be [H, N] on ", r.device(), ", got ", u.sizes(), " on ", u.device());
-        params.dtype = dtype_of(r);
-        params.w_dtype = dtype_of(w);
-        params.u_dtype = dtype_of(u);
-        TORCH_CHECK(k.dtype() == r.dtype() && v.dtype() == r.dtype(), "wkv6: r, k and v must have one dtype");
-        TORCH_CHECK(r.numel() < (int64_t{1} << 31) * r.size(3), "wkv6: too large: ", r.sizes());
-        inputs = {readable(r), readable(k), readable(v), readable(w), u.contiguous()};
-        params.B = static_cast<int32_t>(r.size(0));
-        params.T = static_cast<int32_t>(r.size(1));
-        params.H = static_cast<int32_t>(r.size(2));
-        params.N = static_cast<int32_t>(r.size(3));
+    Call(const at::Tensor& r, const at::Tensor& k, const at::Tensor& v, const at::Tensor& w, const at::Tensor& u)
+        : params(checked(r, k, v, w, u)),
+          inputs{readable(r), readable(k), readable(v), readable(w), u.contiguous()} {
         params.r = view(inputs[0]);
         params.k = view(inputs[1]);
         params.v = view(inputs[2]);
