@@ -3,6 +3,7 @@
 To compile them ahead of time, by DeepSpeed's convention (the build imports torch and DeepSpeed, so they come first):
 
     DS_BUILD_WKV6=1 pip install --no-build-isolation .         the CUDA op (no GPU needed; see TORCH_CUDA_ARCH_LIST)
+    DS_BUILD_LERP=1 pip install --no-build-isolation .         the CUDA op of the token shift
     DS_BUILD_WKV6_CPU=1 pip install --no-build-isolation .     the C++ op
     DS_BUILD_OPS=1 pip install --no-build-isolation .          each of them that this machine can compile
 """
@@ -18,7 +19,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).resolve().parent
-OPS = {"wkv6": "DS_BUILD_WKV6", "wkv6_cpu": "DS_BUILD_WKV6_CPU"}
+OPS = {"wkv6": "DS_BUILD_WKV6", "lerp": "DS_BUILD_LERP", "wkv6_cpu": "DS_BUILD_WKV6_CPU"}
 
 
 def version() -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 _HOMES = {
     "WKV6Builder": "op_builder.wkv6",
+    "LerpBuilder": "op_builder.lerp",
     "WKV6CPUBuilder": "op_builder.wkv6_cpu",
     "OpBuildError": "op_builder.toolchain",
     "ALL_OPS": "op_builder.all_ops",

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from .builder import RWKVOpBuilder
+from .lerp import LerpBuilder
 from .wkv6 import WKV6Builder
 from .wkv6_cpu import WKV6CPUBuilder
 
-ALL_OPS: dict[str, type[RWKVOpBuilder]] = {builder.NAME: builder for builder in (WKV6Builder, WKV6CPUBuilder)}
+ALL_OPS: dict[str, type[RWKVOpBuilder]] = {
+    builder.NAME: builder for builder in (WKV6Builder, LerpBuilder, WKV6CPUBuilder)
+}

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-OP_NAMES = ("wkv6", "wkv6_cpu")
+OP_NAMES = ("wkv6", "lerp", "wkv6_cpu")
 
 # Written beside the ops at installation: {"torch": "2.13.0+cu130", "ops": ["wkv6"]}.
 RECORD = Path(__file__).resolve().parent.parent / "rwkv_clip" / "ops" / "prebuilt.json"

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from .. import ops  # noqa: F401  registers the operator
 from ..errors import UserError
+from ..ops import lerp  # noqa: F401  registers the interpolations
 from .init import TIME_DECAY_RANK
 
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)

@@ -97,9 +97,10 @@ class TimeMix(PreciseModule):
     def mixed_inputs(self, x: Tensor, grid: Grid) -> tuple[Tensor, ...]:
         """Inputs of the w, k, v, r and g projections, each (B, T, C)."""
         constants = (self.time_maa_w, self.time_maa_k, self.time_maa_v, self.time_maa_r, self.time_maa_g)
-        if lerp.usable(x.device):
+        layout = self.shift.layout(x, grid)
+        if lerp.usable(x, layout):
             weights = (self.time_maa_w1, self.time_maa_w2)
-            return lerp.time_mix_inputs(x, self.time_maa_x, *weights, constants, self.shift.layout(x, grid))
+            return lerp.time_mix_inputs(x, self.time_maa_x, *weights, constants, layout)
         difference = self.shift(x, grid) - x
         hidden = torch.tanh(torch.addcmul(x, difference, self.time_maa_x) @ self.time_maa_w1)
         hidden = hidden.view(-1, 5, TIME_MIX_RANK).transpose(0, 1)
@@ -137,8 +138,9 @@ class ChannelMix(nn.Module):
         raise NotImplementedError
 
     def forward(self, x: Tensor, grid: Grid = None) -> Tensor:
-        if lerp.usable(x.device):
-            xk, xr = lerp.lerp(x, self.neighbours_shares(), self.shift.layout(x, grid))
+        layout = self.shift.layout(x, grid)
+        if lerp.usable(x, layout):
+            xk, xr = lerp.lerp(x, self.neighbours_shares(), layout)
         else:
             xk, xr = self.mixed_inputs(x, self.shift(x, grid))
         value = self.value(torch.square(torch.relu(self.key(xk))))

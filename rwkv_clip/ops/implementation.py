@@ -44,6 +44,7 @@ def implementation(device_type: str) -> Implementation:
     """The implementation for tensors on `device_type` ("cuda" or "cpu"), built on the first call."""
     if device_type == "cuda":
         _load("wkv6")
+        _load("lerp")  # of ops/lerp.py, needed beside it
         ops = torch.ops.rwkv_clip
         return Implementation("cuda", ops.wkv6_cuda_forward.default, ops.wkv6_cuda_backward.default)
     try:

@@ -4,20 +4,23 @@
     ddlerp:  y_i = x + (shift(x) - x) * (c_i + hidden_i @ w2_i), i = w, k, v, r, g
 
 ddlerp is the data-dependent interpolation of RWKV-6 (Peng et al., "Eagle and Finch", 2024, equations 11 to 14), with
-the published towers' shifts. The kernels are in lerp_triton.py; where `usable` says no, mixing.py computes the same in
-plain PyTorch.
+the published towers' shifts. The kernels are in csrc/lerp_cuda.cu; where `usable` says no, mixing.py computes the same
+in plain PyTorch.
 """
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from .implementation import implementation
+
 Layout = tuple[int, int, int, bool]
 """Of the shift: patches per row (for text, tokens), channels per head, directions (4 or 2), class token at the end."""
+
+GPU = "cuda"
 
 _LAYOUT = "int width, int head_size, int directions, bool with_cls_token"
 _TAGS = (torch.Tag.pt2_compliant_tag,)
@@ -32,52 +35,47 @@ for _schema in (
     torch.library.define("rwkv_clip::" + _schema.split("(")[0], _schema[_schema.index("(") :], tags=_TAGS)
 
 
-_HAS_TRITON = importlib.util.find_spec("triton") is not None
-
-
-@torch.compiler.assume_constant_result
-def usable(device: torch.device) -> bool:
-    """Whether the kernels run there: a GPU of compute capability 8.0 or newer, and Triton, which PyTorch brings along.
+def usable(x: Tensor, layout: Layout) -> bool:
+    """Whether the kernels take x [B, T, C]: bfloat16 on a GPU of compute capability 8.0 or newer, C a multiple of 32,
+    and four channels in a row that share a neighbour.
 
     The meta device stands for such a GPU, whose memory is worked out on it.
     """
-    if device.type == "meta":
-        return True
-    if device.type != "cuda" or not _HAS_TRITON:
-        return False
+    _, head_size, directions, _ = layout
+    fits = x.dtype == torch.bfloat16 and x.shape[2] % 32 == 0 and x.shape[2] <= 4096
+    fits = fits and head_size % (4 * directions) == 0
+    return fits and (x.device.type == "meta" or (x.device.type == GPU and _has_tensor_cores(x.device)))
+
+
+@torch.compiler.assume_constant_result
+def _has_tensor_cores(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-@torch.library.impl("rwkv_clip::lerp", "cuda")
-def _lerp(x: Tensor, c: Tensor, *layout: int) -> list[Tensor]:
-    from . import lerp_triton
+def _cuda_op(name: str) -> Callable:
+    """`rwkv_clip::` + name of the compiled op, which is built or loaded first."""
+    implementation("cuda")
+    return getattr(torch.ops.rwkv_clip, name)
 
-    return lerp_triton.lerp(x, c, *layout)
+
+@torch.library.impl("rwkv_clip::lerp", "cuda")
+def _lerp(*args: object) -> list[Tensor]:
+    return _cuda_op("lerp_cuda")(*args)
 
 
 @torch.library.impl("rwkv_clip::lerp_backward", "cuda")
-def _lerp_backward(
-    x: Tensor, c: Tensor, gradients: list[Tensor], base: Tensor | None, extra: Tensor | None, *layout: int
-) -> tuple[Tensor, Tensor]:
-    from . import lerp_triton
-
-    return lerp_triton.lerp_backward(x, c, gradients, base, extra, *layout)
+def _lerp_backward(*args: object) -> tuple[Tensor, Tensor]:
+    return _cuda_op("lerp_cuda_backward")(*args)
 
 
 @torch.library.impl("rwkv_clip::ddlerp", "cuda")
-def _ddlerp(x: Tensor, hidden: Tensor, w2: Tensor, c: Tensor, *layout: int) -> list[Tensor]:
-    from . import lerp_triton
-
-    return lerp_triton.ddlerp(x, hidden, w2, c, *layout)
+def _ddlerp(*args: object) -> list[Tensor]:
+    return _cuda_op("ddlerp_cuda")(*args)
 
 
 @torch.library.impl("rwkv_clip::ddlerp_backward", "cuda")
-def _ddlerp_backward(
-    x: Tensor, hidden: Tensor, w2: Tensor, c: Tensor, gradients: list[Tensor], *layout: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    from . import lerp_triton
-
-    return lerp_triton.ddlerp_backward(x, hidden, w2, c, gradients, *layout)
+def _ddlerp_backward(*args: object) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return _cuda_op("ddlerp_cuda_backward")(*args)
 
 
 @torch.library.register_fake("rwkv_clip::lerp")
@@ -142,7 +140,7 @@ class _TimeMixInputs(torch.autograd.Function):
 
 def lerp(x: Tensor, c: Sequence[Tensor], layout: Layout) -> tuple[Tensor, ...]:
     """x + (shift(x) - x) * c for each c: (B, T, C) -> as many (B, T, C). c: one or two of C values each."""
-    return _Lerp.apply(x, torch.stack([value.flatten() for value in c]), layout)
+    return _Lerp.apply(x, torch.stack([value.flatten().float() for value in c]), layout)
 
 
 def time_mix_inputs(
@@ -158,5 +156,5 @@ def time_mix_inputs(
         c: five of C values, the shares' constant parts.
         layout: of the shift.
     """
-    constants = torch.stack([value.flatten() for value in c])
-    return _TimeMixInputs.apply(x, c_x.reshape(1, -1), w1, w2, constants, layout)
+    constants = torch.stack([value.flatten().float() for value in c])
+    return _TimeMixInputs.apply(x, c_x.reshape(1, -1).float(), w1, w2, constants, layout)

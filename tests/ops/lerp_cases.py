@@ -12,13 +12,14 @@ from rwkv_clip.ops import lerp
 
 CASES = {
     # batch, tokens, heads, channels per head, patches per row (None: text), class token
-    "image": (3, 12, 2, 20, 4, False),
-    "image, one row": (2, 5, 3, 4, 5, False),
-    "image, one column": (2, 5, 1, 16, 1, False),
+    "image": (3, 12, 2, 80, 4, False),
+    "image, one row": (2, 5, 2, 16, 5, False),
+    "image, one column": (2, 5, 1, 32, 1, False),
+    "image, one patch": (19, 1, 2, 16, 1, False),
     "image, class token": (2, 13, 2, 80, 4, True),
-    "text": (3, 7, 3, 6, None, False),
+    "text": (3, 7, 4, 8, None, False),
     "text, one token": (5, 1, 2, 64, None, False),
-    "text, more than one block": (3, 77, 4, 40, None, False),
+    "text, more than one part": (7, 77, 4, 40, None, False),
 }
 
 
@@ -64,7 +65,7 @@ def _errors(found: Callable, exact: Callable, inputs: list[Tensor], directions: 
         [value.double() for value in directions],
     )
     for a, b in zip(first, second, strict=True):
-        assert a.shape == b.shape and a.dtype == inputs[0].dtype
+        assert a.shape == b.shape and a.dtype == inputs[0].dtype, (a.shape, b.shape, a.dtype)
     return [((a.double() - b).norm() / b.norm().clamp(min=1e-6)).item() for a, b in zip(first, second, strict=True)]
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.cpp_extension import include_paths
 
-from op_builder import WKV6Builder, toolchain
+from op_builder import LerpBuilder, WKV6Builder, toolchain
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CSRC = ROOT / "rwkv_clip" / "ops" / "csrc"
@@ -39,7 +39,7 @@ def test_each_kernel_compiles_for_ampere_and_hopper(source, tmp_path, request):
     archs = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in (80, 90)]
     command = [nvcc, "-O3", "-std=c++17", "--threads=2", *archs, "-Xcompiler=-fPIC", "-c", str(CSRC / source)]
     # Minutes of work: not again for the sources that compiled in the last run.
-    headers = [*sorted(CSRC.glob("wkv6_cuda*.cuh")), *sorted(CSRC.glob("*.h"))]
+    headers = [*sorted(CSRC.glob("*_cuda*.cuh")), *sorted(CSRC.glob("*.h"))]
     files = b"".join(path.read_bytes() for path in (CSRC / source, *headers))
     digest = hashlib.sha256(f"{NVCC_VERSION} {command}".encode() + files).hexdigest()
     if request.config.cache.get(f"nvcc/{source}", None) == digest:
@@ -49,15 +49,18 @@ def test_each_kernel_compiles_for_ampere_and_hopper(source, tmp_path, request):
     request.config.cache.set(f"nvcc/{source}", digest)
 
 
-def test_the_builder_compiles_every_cuda_source_and_the_binding():
-    sources = {Path(source).name for source in WKV6Builder().sources()}
-    assert sources == {path.name for path in CSRC.glob("wkv6_cuda*.c*") if path.suffix in (".cu", ".cpp")}
-    assert "wkv6_cuda_binding.cpp" in sources and "wkv6_cuda.cu" in sources
+@pytest.mark.parametrize("builder", [WKV6Builder, LerpBuilder])
+def test_a_builder_compiles_every_cuda_source_of_its_op_and_the_binding(builder):
+    name = builder.NAME
+    sources = {Path(source).name for source in builder().sources()}
+    assert sources == {path.name for path in CSRC.glob(f"{name}_cuda*.c*") if path.suffix in (".cu", ".cpp")}
+    assert f"{name}_cuda_binding.cpp" in sources and f"{name}_cuda.cu" in sources
 
 
 @needs_nvcc
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-def test_the_binding_compiles_against_pytorchs_headers(tmp_path):
+@pytest.mark.parametrize("name", ["wkv6", "lerp"])
+def test_the_binding_compiles_against_pytorchs_headers(tmp_path, name):
     folder = cuda_include()
     if folder is None:
         pytest.skip("no cuda_runtime_api.h")
@@ -74,5 +77,5 @@ def test_the_binding_compiles_against_pytorchs_headers(tmp_path):
         "-DTORCH_EXTENSION_NAME=wkv6",
         *(f"-I{path}" for path in paths),
     ]
-    run = subprocess.run([*command, CSRC / "wkv6_cuda_binding.cpp"], capture_output=True, text=True)
+    run = subprocess.run([*command, CSRC / f"{name}_cuda_binding.cpp"], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]
