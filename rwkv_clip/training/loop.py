@@ -10,7 +10,7 @@ import argparse
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +60,33 @@ class Parts:
     spikes: LossSpikes
     profiler: StepProfiler
     stop: StopRequest
+
+
+class MicroBatches(Sequence[Batch]):
+    """The micro batches of one step, each taken from the loader when it is first asked for.
+
+    So the device computes on one while the next is made ready.
+    """
+
+    def __init__(self, loader: Loader, batches: Iterator[Batch]) -> None:
+        self._loader = loader
+        self._batches = batches
+        self._taken: list[Batch] = []
+        self.seconds_waited = 0.0
+        """For batches to be ready. Feeding goes on while the device computes, and is not counted."""
+
+    def __len__(self) -> int:
+        return self._loader.accumulation_steps
+
+    def __getitem__(self, number: int) -> Batch:
+        if not 0 <= number < len(self):
+            raise IndexError(number)
+        while len(self._taken) <= number:
+            self._loader.work_ahead()
+            started = time.perf_counter()
+            self._taken.append(next(self._batches))
+            self.seconds_waited += time.perf_counter() - started
+        return self._taken[number]
 
 
 class Loop:
@@ -112,9 +139,7 @@ class Loop:
 
     def _step(self, epoch: int, step_of_epoch: int, batches: Iterator[Batch]) -> None:
         parts = self._parts
-        started = time.perf_counter()
-        micro_batches = [next(batches) for _ in range(parts.loader.accumulation_steps)]
-        wait = time.perf_counter() - started
+        micro_batches = MicroBatches(parts.loader, batches)
         rates = learning_rates(parts.engine.basic_optimizer.param_groups)
         result = train_step(parts.engine, micro_batches, parts.loss, self._args.accumulation, self._meanwhile)
         ended = step_of_epoch + 1 == self._steps_per_epoch
@@ -124,9 +149,10 @@ class Loop:
             samples=0 if ended else (step_of_epoch + 1) * self._global_batch,
         )
         captions = torch.cat([batch.caption_index for batch in micro_batches])
-        parts.interval.add(self.position.step, result, parts.engine.get_global_grad_norm(), rates, wait, captions)
+        norm, wait = parts.engine.get_global_grad_norm(), micro_batches.seconds_waited
+        parts.interval.add(self.position.step, result, norm, rates, wait, captions)
         if not result.applied:
-            self._skip(epoch, micro_batches)
+            self._skip(epoch, micro_batches[0])
         elif parts.average is not None:
             parts.average.update()
 
@@ -135,7 +161,7 @@ class Loop:
         self._parts.loader.work_ahead()
         self._write_log()
 
-    def _skip(self, epoch: int, micro_batches: list[Batch]) -> None:
+    def _skip(self, epoch: int, first: Batch) -> None:
         """DeepSpeed left a step out, as a gradient was not finite; the schedule goes on all the same."""
         step = self.position.step
         self._skipped.append(step)
@@ -146,7 +172,7 @@ class Loop:
             in_row += 1
         if in_row >= self._args.max_skipped:
             self._log()
-            records = ", ".join(self._parts.loader.dataset.describe(i) for i in micro_batches[0].ids[:3].tolist())
+            records = ", ".join(self._parts.loader.dataset.describe(i) for i in first.ids[:3].tolist())
             raise CommonError(
                 f"{in_row} steps in a row had NaN or Inf gradients, the last one step {step} of epoch {epoch} (first "
                 f"records: {records}); {self._last_good()}. Lower --lr or look at these records"

@@ -55,6 +55,7 @@ def train_step(
 ) -> StepResult:
     """One optimizer step over the micro batches of one global batch, as many as the engine accumulates.
 
+    batches: one is asked for when the passes of the one before it are launched.
     loss_fn: (image_features, text_features, logit_scale, and logit_bias of a model that has one) -> LossOutput.
     accumulation, when there is more than one micro batch: "global" gives the gradient of the whole global batch, with
     all its pairs as negatives (Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup",
@@ -77,6 +78,7 @@ def train_step(
     )
     rows = torch.cat([(output.image_to_text_losses + output.text_to_image_losses) / 2 for output in outputs])
     bias = scalars[1] if len(scalars) > 1 else None
+    del outputs  # and with them the thousands of nodes of the losses' graphs
     meanwhile()
     engine.step()
     applied = engine.was_step_applied()
@@ -108,7 +110,7 @@ def _whole_batch(engine, batches, loss_fn) -> tuple[list[LossOutput], list[Tenso
         for batch in batches:
             random_states.append(RandomState.capture(batch.images.device))
             features.append(engine(batch.images, batch.tokens))
-    random_after = RandomState.capture(batches[-1].images.device)
+    random_after = RandomState.capture(batches[0].images.device)
 
     image_features = torch.cat([image for image, *_ in features]).requires_grad_()
     text_features = torch.cat([text for _, text, *_ in features]).requires_grad_()
