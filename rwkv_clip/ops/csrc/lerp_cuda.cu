@@ -9,7 +9,6 @@
 namespace wkv6 {
 namespace {
 
-constexpr int kNoNeighbour = INT32_MIN;
 constexpr int kHidden = LERP_SHARES * LERP_RANK;
 
 struct LerpJob {
@@ -23,9 +22,23 @@ __device__ __forceinline__ int divide(int n, uint32_t magic) {
     return magic ? static_cast<int>((static_cast<uint64_t>(static_cast<uint32_t>(n)) * magic) >> 32) : n;
 }
 
-__device__ __forceinline__ int direction_of(const LerpLayout& layout, int channel) {
-    return channel % layout.head_size / (layout.head_size / layout.directions);
-}
+// Where the neighbours of four channels are, or (`opposite`) the tokens whose neighbour one is.
+struct Direction {
+    bool vertical;
+    int low, high;  // there is one for low <= place < high, the place counted in tokens if vertical, else in columns
+    int offset;     // elements to it
+
+    __device__ __forceinline__ Direction(const LerpParams& params, int channel, bool opposite) {
+        const LerpLayout& layout = params.layout;
+        const int group = channel % layout.head_size / (layout.head_size / layout.directions);
+        const bool backwards = !(group & 1) != opposite;
+        vertical = group & 2;
+        const int step = vertical ? layout.width : 1, end = vertical ? layout.grid : layout.width;
+        low = backwards ? step : 0;
+        high = backwards ? end : end - step;
+        offset = (backwards ? -step : step) * params.channels;
+    }
+};
 
 // A row's place among its sample's tokens.
 struct Place {
@@ -36,22 +49,35 @@ struct Place {
     }
 };
 
-// Rows from a token to its neighbour in a direction (direction ^ 1: the opposite one), or kNoNeighbour.
-__device__ __forceinline__ int step_to(const LerpLayout& layout, const Place& place, int direction) {
-    const bool vertical = direction & 2, backwards = !(direction & 1);
-    const int length = vertical ? layout.width : 1;
-    const bool inside = vertical ? (backwards ? place.token >= length : place.token < layout.grid - length)
-                                 : (backwards ? place.column > 0 : place.column < layout.width - 1);
-    const int step = inside ? (backwards ? -length : length) : kNoNeighbour;
-    return place.token >= layout.grid ? 0 : step;
+struct Neighbour {
+    int offset;
+    bool none;
+
+    // Without branches, at which the loads of several tokens would wait for each other.
+    __device__ __forceinline__ Neighbour(const LerpLayout& layout, const Direction& direction, const Place& place) {
+        const int at = direction.vertical ? place.token : place.column;
+        const bool inside = (at >= direction.low) & (at < direction.high), own = place.token >= layout.grid;
+        offset = inside & !own ? direction.offset : 0;
+        none = !(inside | own);
+    }
+};
+
+// No kernel writes what it reads: told so, the compiler moves loads ahead of earlier stores, and they wait together.
+template <class Vector>
+__device__ __forceinline__ Vector load(const void* address) {
+#ifdef WKV6_EMULATE
+    return *static_cast<const Vector*>(address);
+#else
+    return __ldg(static_cast<const Vector*>(address));
+#endif
 }
 
 __device__ __forceinline__ uint4 load_8(const void* tensor, int64_t element) {
-    return *reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(tensor) + element);
+    return load<uint4>(static_cast<const uint16_t*>(tensor) + element);
 }
 
 __device__ __forceinline__ uint2 load_4(const void* tensor, int64_t element) {
-    return *reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(tensor) + element);
+    return load<uint2>(static_cast<const uint16_t*>(tensor) + element);
 }
 
 __device__ __forceinline__ void unpack(float (&out)[8], const uint4& packed) {
@@ -82,7 +108,7 @@ __device__ __forceinline__ void store_8(void* tensor, int64_t element, const flo
 __device__ __forceinline__ void load_floats(float (&out)[8], const float* from) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const float4 four = *reinterpret_cast<const float4*>(from + 4 * half);
+        const float4 four = load<float4>(from + 4 * half);
         out[4 * half] = four.x;
         out[4 * half + 1] = four.y;
         out[4 * half + 2] = four.z;
@@ -90,25 +116,33 @@ __device__ __forceinline__ void load_floats(float (&out)[8], const float* from) 
     }
 }
 
-// Two groups of four channels from the rows that lie `steps` away; 0 where there is none.
-__device__ __forceinline__ void load_neighbours(float (&out)[8], const void* tensor, int64_t element, int channels,
-                                                const int (&steps)[2]) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        uint2 packed{0u, 0u};
-        if (steps[half] != kNoNeighbour) {
-            packed = load_4(tensor, element + 4 * half + static_cast<int64_t>(steps[half]) * channels);
-        }
-        unpack(out + 4 * half, packed);
-    }
+// Four channels of the neighbour; 0 where there is none, whose load is of the own row and dropped.
+__device__ __forceinline__ uint2 load_neighbour(const void* tensor, int64_t element, const Neighbour& neighbour) {
+    uint2 packed = load_4(tensor, element + neighbour.offset);
+    packed.x = neighbour.none ? 0u : packed.x;
+    packed.y = neighbour.none ? 0u : packed.y;
+    return packed;
+}
+
+// Directions of eight channels in a row: of the first four and of the others.
+struct Directions {
+    Direction first, second;
+    __device__ __forceinline__ Directions(const LerpParams& params, int channel, bool opposite = false)
+        : first(params, channel, opposite), second(params, channel + 4, opposite) {}
+};
+
+__device__ __forceinline__ void load_neighbours(float (&out)[8], const void* tensor, int64_t element,
+                                                const LerpLayout& layout, const Place& place,
+                                                const Directions& directions) {
+    unpack(out, load_neighbour(tensor, element, Neighbour(layout, directions.first, place)));
+    unpack(out + 4, load_neighbour(tensor, element + 4, Neighbour(layout, directions.second, place)));
 }
 
 // x and (neighbour - x) of eight channels.
 __device__ __forceinline__ void load_difference(float (&x)[8], float (&difference)[8], const LerpParams& params,
-                                                int64_t element, const Place& place, const int (&directions)[2]) {
-    const int steps[2] = {step_to(params.layout, place, directions[0]), step_to(params.layout, place, directions[1])};
+                                                int64_t element, const Place& place, const Directions& directions) {
     unpack(x, load_8(params.x, element));
-    load_neighbours(difference, params.x, element, params.channels, steps);
+    load_neighbours(difference, params.x, element, params.layout, place, directions);
 #pragma unroll
     for (int i = 0; i < 8; ++i) difference[i] -= x[i];
 }
@@ -119,7 +153,7 @@ template <int kCount>
 __global__ void __launch_bounds__(512) lerp_kernel(const LerpJob job) {
     const LerpParams& params = job.params;
     const int vectors = params.channels / 8, channel = 8 * (threadIdx.x % vectors);
-    const int directions[2] = {direction_of(params.layout, channel), direction_of(params.layout, channel + 4)};
+    const Directions directions(params, channel);
     const int first = blockIdx.x * job.rows_per_part, end = min(params.rows, first + job.rows_per_part);
     float c[kCount][8];
 #pragma unroll
@@ -143,7 +177,7 @@ template <int kCount, bool kExtra>
 __global__ void __launch_bounds__(512) lerp_backward_kernel(const LerpJob job) {
     const LerpParams& params = job.params;
     const int vectors = params.channels / 8, channel = 8 * (threadIdx.x % vectors), lanes = blockDim.x / vectors;
-    const int directions[2] = {direction_of(params.layout, channel), direction_of(params.layout, channel + 4)};
+    const Directions directions(params, channel), back(params, channel, true);
     const int first = blockIdx.x * job.rows_per_part, end = min(params.rows, first + job.rows_per_part);
     float c[kCount][8], sums[kCount][8];
 #pragma unroll
@@ -155,8 +189,6 @@ __global__ void __launch_bounds__(512) lerp_backward_kernel(const LerpJob job) {
     for (int row = first + threadIdx.x / vectors; row < end; row += lanes) {
         const int64_t element = static_cast<int64_t>(row) * params.channels + channel;
         const Place place(job, row);
-        const int back[2] = {step_to(params.layout, place, directions[0] ^ 1),
-                             step_to(params.layout, place, directions[1] ^ 1)};
         float x[8], difference[8], gx[8], s[8];
         load_difference(x, difference, params, element, place, directions);
 #pragma unroll
@@ -165,7 +197,7 @@ __global__ void __launch_bounds__(512) lerp_backward_kernel(const LerpJob job) {
             float own[8], others[8];
             unpack(gx, load_8(params.base, element));
             unpack(own, load_8(params.extra, element));
-            load_neighbours(others, params.extra, element, params.channels, back);
+            load_neighbours(others, params.extra, element, params.layout, place, back);
 #pragma unroll
             for (int k = 0; k < 8; ++k) gx[k] += others[k] - own[k];
         }
@@ -173,7 +205,7 @@ __global__ void __launch_bounds__(512) lerp_backward_kernel(const LerpJob job) {
         for (int i = 0; i < kCount; ++i) {
             float gy[8];
             unpack(gy, load_8(params.gy[i], element));
-            load_neighbours(s, params.gy[i], element, params.channels, back);
+            load_neighbours(s, params.gy[i], element, params.layout, place, back);
 #pragma unroll
             for (int k = 0; k < 8; ++k) {
                 sums[i][k] += gy[k] * difference[k];
@@ -229,30 +261,21 @@ __device__ __forceinline__ void load_hidden(uint32_t (&a)[2][4], const LerpParam
 
 __device__ __forceinline__ int in_order(int j, const Lane& lane) { return 8 * (lane.g / 2) + 2 * j + lane.g % 2; }
 
-// shares[half][channel] = c + hidden w2 of a tile. right(j): the right operand of columns 8 j ... in this file's order.
-template <class Right>
-__device__ __forceinline__ void shares_of(float (&shares)[2][8], const float* c, const uint32_t (&a)[2][4], Right right,
-                                          const Lane& lane) {
-    load_floats(shares[0], c);
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-        float sums[4] = {shares[0][2 * j], shares[0][2 * j + 1], shares[0][2 * j], shares[0][2 * j + 1]};
-        const uint4 b = right(j);
-        multiply_matrices<16>(sums, a[0], b.x, b.y, sums, lane);
-        multiply_matrices<16>(sums, a[1], b.z, b.w, sums, lane);
-        shares[0][2 * j] = sums[0];
-        shares[0][2 * j + 1] = sums[1];
-        shares[1][2 * j] = sums[2];
-        shares[1][2 * j + 1] = sums[3];
-    }
+// c + hidden w2 for channels 2 j and 2 j + 1 of a lane's eight: of row g (0, 1) and of row g + 8 (2, 3).
+__device__ __forceinline__ void shares_of(float (&shares)[4], float c0, float c1, const uint32_t (&a)[2][4],
+                                          const uint4& right, const Lane& lane) {
+    shares[0] = shares[2] = c0;
+    shares[1] = shares[3] = c1;
+    multiply_matrices<16>(shares, a[0], right.x, right.y, shares, lane);
+    multiply_matrices<16>(shares, a[1], right.z, right.w, shares, lane);
 }
 
 // A warp keeps 32 channels, and the weights for them in its registers.
-__global__ void __launch_bounds__(256) ddlerp_kernel(const LerpJob job) {
+__global__ void __launch_bounds__(128, 2) ddlerp_kernel(const LerpJob job) {
     const LerpParams& params = job.params;
     const Lane lane;
     const int first_channel = 32 * (blockIdx.x * (blockDim.x / 32) + lane.warp), channel = first_channel + 8 * lane.q;
-    const int directions[2] = {direction_of(params.layout, channel), direction_of(params.layout, channel + 4)};
+    const Directions directions(params, channel);
     uint4 weights[LERP_SHARES][4];
 #pragma unroll
     for (int i = 0; i < LERP_SHARES; ++i) {
@@ -265,6 +288,9 @@ __global__ void __launch_bounds__(256) ddlerp_kernel(const LerpJob job) {
     const int first = blockIdx.y * job.rows_per_part, end = min(params.rows, first + job.rows_per_part);
     for (int row = first; row < end; row += 16) {
         const Tile tile(params, row, channel, lane);
+        uint32_t a[LERP_SHARES][2][4];
+#pragma unroll
+        for (int i = 0; i < LERP_SHARES; ++i) load_hidden(a[i], params, tile, i, lane);
         float x[2][8], difference[2][8];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -273,22 +299,28 @@ __global__ void __launch_bounds__(256) ddlerp_kernel(const LerpJob job) {
         }
 #pragma unroll
         for (int i = 0; i < LERP_SHARES; ++i) {
-            uint32_t a[2][4];
-            load_hidden(a, params, tile, i, lane);
-            float shares[2][8];
-            shares_of(shares, params.c + i * params.channels + channel, a, [&](int j) { return weights[i][j]; }, lane);
+            float c[8], y[2][8];
+            load_floats(c, params.c + i * params.channels + channel);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                float shares[4];
+                shares_of(shares, c[2 * j], c[2 * j + 1], a[i], weights[i][j], lane);
+#pragma unroll
+                for (int k = 0; k < 4; ++k) {
+                    const int half = k / 2, at = 2 * j + k % 2;
+                    y[half][at] = x[half][at] + difference[half][at] * shares[k];
+                }
+            }
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-#pragma unroll
-                for (int k = 0; k < 8; ++k) shares[half][k] = x[half][k] + difference[half][k] * shares[half][k];
-                if (tile.real[half]) store_8(params.y[i], tile.elements[half], shares[half]);
+                if (tile.real[half]) store_8(params.y[i], tile.elements[half], y[half]);
             }
         }
     }
 }
 
 // What does not sum over tokens. A warp has 16 rows and goes through their channels.
-__global__ void __launch_bounds__(128, 2) ddlerp_tokens_kernel(const LerpJob job) {
+__global__ void __launch_bounds__(128, 3) ddlerp_tokens_kernel(const LerpJob job) {
     const LerpParams& params = job.params;
     const Lane lane;
     const int first_row = 16 * (blockIdx.x * (blockDim.x / 32) + lane.warp);
@@ -305,41 +337,49 @@ __global__ void __launch_bounds__(128, 2) ddlerp_tokens_kernel(const LerpJob job
     const Place places[2] = {Place(job, tile.rows[0]), Place(job, tile.rows[1])};
     for (int first_channel = 0; first_channel < params.channels; first_channel += 32) {
         const int channel = first_channel + 8 * lane.q;
-        const int directions[2] = {direction_of(params.layout, channel), direction_of(params.layout, channel + 4)};
-        float difference[2][8], base[2][8], extra[2][8];
+        const Directions directions(params, channel);
+        float base[2][8], extra[2][8];
+        uint32_t difference[2][4];  // rounded to bf16
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            float x[8];
-            load_difference(x, difference[half], params, tile.elements[half], places[half], directions);
+            float x[8], d[8];
+            load_difference(x, d, params, tile.elements[half], places[half], directions);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) difference[half][j] = pack_bf16(d[2 * j], d[2 * j + 1]);
 #pragma unroll
             for (int k = 0; k < 8; ++k) base[half][k] = extra[half][k] = 0.f;
         }
+        uint4 next[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) next[half] = load_8(params.gy[0], tile.elements[half]);
 #pragma unroll
         for (int i = 0; i < LERP_SHARES; ++i) {
-            uint4 packed[2];
+            const uint32_t gy[2][4] = {{next[0].x, next[0].y, next[0].z, next[0].w},
+                                       {next[1].x, next[1].y, next[1].z, next[1].w}};
+            if (i + 1 < LERP_SHARES) {  // from DRAM, while this share is worked on
 #pragma unroll
-            for (int half = 0; half < 2; ++half) packed[half] = load_8(params.gy[i], tile.elements[half]);
-            uint32_t a[2][4];
+                for (int half = 0; half < 2; ++half) next[half] = load_8(params.gy[i + 1], tile.elements[half]);
+            }
+            uint32_t a[2][4], left[2][4];  // left: gy * difference, as left operand with 32 channels to sum over
             load_hidden(a, params, tile, i, lane);
-            float shares[2][8];
-            const auto right = [&](int j) {
+            float c[8];
+            load_floats(c, params.c + i * params.channels + channel);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
                 const int column = i * params.channels + first_channel + in_order(j, lane);
-                return load_8(params.w2t, static_cast<int64_t>(column) * LERP_RANK + 8 * lane.q);
-            };
-            shares_of(shares, params.c + i * params.channels + channel, a, right, lane);
-            uint32_t left[2][4];  // gy * difference, as left operand: 32 channels to sum over
+                float shares[4];
+                shares_of(shares, c[2 * j], c[2 * j + 1], a,
+                          load_8(params.w2t, static_cast<int64_t>(column) * LERP_RANK + 8 * lane.q), lane);
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                float gy[8];
-                unpack(gy, packed[half]);
-#pragma unroll
-                for (int k = 0; k < 8; ++k) {
-                    base[half][k] += gy[k];
-                    extra[half][k] += gy[k] * shares[half][k];
-                    gy[k] = tile.real[half] ? gy[k] * difference[half][k] : 0.f;
+                for (int half = 0; half < 2; ++half) {
+                    const float first = bf16_low(gy[half][j]), second = bf16_high(gy[half][j]);
+                    base[half][2 * j] += first;
+                    base[half][2 * j + 1] += second;
+                    extra[half][2 * j] += first * shares[2 * half];
+                    extra[half][2 * j + 1] += second * shares[2 * half + 1];
+                    left[j / 2][half + 2 * (j % 2)] =
+                        pack_bf16(first * bf16_low(difference[half][j]), second * bf16_high(difference[half][j]));
                 }
-#pragma unroll
-                for (int j = 0; j < 4; ++j) left[j / 2][half + 2 * (j % 2)] = pack_bf16(gy[2 * j], gy[2 * j + 1]);
             }
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
@@ -388,7 +428,7 @@ __global__ void __launch_bounds__(32 * LERP_SHARES) ddlerp_weights_kernel(const 
     const LerpParams& params = job.params;
     const Lane lane;
     const int share = lane.warp, channel = 32 * blockIdx.x + 4 * lane.g;
-    const int direction = direction_of(params.layout, channel);
+    const Direction direction(params, channel, false);
     const void* gy = params.gy[0];
 #pragma unroll
     for (int i = 1; i < LERP_SHARES; ++i) gy = share == i ? params.gy[i] : gy;
@@ -409,15 +449,10 @@ __global__ void __launch_bounds__(32 * LERP_SHARES) ddlerp_weights_kernel(const 
             const bool real = row < end;
             const int64_t element = static_cast<int64_t>(real ? row : first) * params.channels + channel;
             const Place place(job, real ? row : first);
-            const int step = step_to(params.layout, place, direction);
             float x[4], difference[4];
             unpack(products[r], load_4(gy, element));
             unpack(x, load_4(params.x, element));
-            uint2 neighbour{0u, 0u};
-            if (step != kNoNeighbour) {
-                neighbour = load_4(params.x, element + static_cast<int64_t>(step) * params.channels);
-            }
-            unpack(difference, neighbour);
+            unpack(difference, load_neighbour(params.x, element, Neighbour(params.layout, direction, place)));
             hidden[r] = load_4(params.hidden, static_cast<int64_t>(real ? row : first) * kHidden + share * LERP_RANK +
                                                   4 * lane.g);
 #pragma unroll
@@ -500,18 +535,19 @@ struct RowBlock {
         : vectors(params.channels / 8), lanes(vectors < 256 ? 256 / vectors : 1), threads(vectors * lanes) {}
 };
 
-constexpr int kRowsOfABlock = 48;      // of the plain interpolation, each way
-constexpr int kWarpRows = 256;         // that a warp of the data-dependent one interpolates
-constexpr int kMostParts = 27;         // into which ddlerp_weights_kernel divides the rows
+// Numbers of thread blocks that fill 132 multiprocessors evenly, for 640 channels.
+constexpr int kRowsOfABlock = 48;       // of the plain interpolation, each way
+constexpr int kMostForwardParts = 52;   // into which ddlerp_kernel divides the rows
+constexpr int kMostParts = 26;          // and ddlerp_weights_kernel
 
 int warps_of_a_block(int slabs) {
-    for (int warps = 8; warps > 1; --warps) {
+    for (int warps = 4; warps > 1; --warps) {
         if (slabs % warps == 0) return warps;
     }
     return 1;
 }
 
-int rows_of_a_part(const LerpParams& params) { return 16 * divide_up(divide_up(params.rows, 16), kMostParts); }
+int rows_of_a_part(const LerpParams& params, int most) { return 16 * divide_up(divide_up(params.rows, 16), most); }
 
 bool is_valid(const LerpParams& params) {
     const LerpLayout& layout = params.layout;
@@ -532,7 +568,7 @@ int lerp_parts(const LerpParams* params) {
 }
 
 int ddlerp_parts(const LerpParams* params) {
-    return wkv6::divide_up(params->rows, wkv6::rows_of_a_part(*params));
+    return wkv6::divide_up(params->rows, wkv6::rows_of_a_part(*params, wkv6::kMostParts));
 }
 
 int lerp_forward(const LerpParams* params) {
@@ -558,8 +594,8 @@ int ddlerp_forward(const LerpParams* params) {
     using namespace wkv6;
     if (!is_valid(*params)) return kInvalid;
     const int slabs = params->channels / 32, warps = warps_of_a_block(slabs);
-    return launch_lerp(ddlerp_kernel, slabs / warps, divide_up(params->rows, kWarpRows), 32 * warps,
-                       make_job(*params, kWarpRows));
+    const int rows = rows_of_a_part(*params, kMostForwardParts);
+    return launch_lerp(ddlerp_kernel, slabs / warps, divide_up(params->rows, rows), 32 * warps, make_job(*params, rows));
 }
 
 int ddlerp_backward(const LerpParams* params) {
@@ -568,7 +604,7 @@ int ddlerp_backward(const LerpParams* params) {
     const int error = launch_lerp(ddlerp_tokens_kernel, divide_up(params->rows, 64), 1, 128, make_job(*params, 0));
     if (error) return error;
     return launch_lerp(ddlerp_weights_kernel, params->channels / 32, ddlerp_parts(params), 32 * LERP_SHARES,
-                       make_job(*params, rows_of_a_part(*params)));
+                       make_job(*params, rows_of_a_part(*params, kMostParts)));
 }
 
 const char* lerp_error_string(int code) {
