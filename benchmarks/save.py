@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from rwkv_clip import create_model
-from rwkv_clip.training.distributed import choose_device, meet, start_collectives
+from rwkv_clip.training.distributed import choose_device, meet, share_cores, start_collectives
 from rwkv_clip.training.launcher import find_place
 
 
@@ -29,6 +29,7 @@ def main() -> None:
     args = parser.parse_args()
     place = find_place()
     device = choose_device(place)
+    share_cores(place)
     world = meet(place, device, 50, "save")
     place.export()
     start_collectives(world)

@@ -21,7 +21,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from rwkv_clip.errors import UserError, report
 from rwkv_clip.training.arguments import parse_arguments
-from rwkv_clip.training.distributed import CommonError, World, choose_device, meet, start_collectives
+from rwkv_clip.training.distributed import CommonError, World, choose_device, meet, share_cores, start_collectives
 from rwkv_clip.training.launcher import Place, check_launcher, find_place
 from rwkv_clip.training.log import logger, start_log
 from rwkv_clip.training.signals import Interrupted, StopRequest
@@ -40,6 +40,7 @@ def main() -> int:
         with stop.interruptible():
             args, place = _read_place()
             device = choose_device(place)
+            share_cores(place)
             job = repr(sorted((name, value) for name, value in vars(args).items() if name not in OWN_ARGUMENTS))
             world = meet(place, device, args.start_timeout, job)
             place.export()

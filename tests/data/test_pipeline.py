@@ -211,9 +211,9 @@ def test_decoder_settings_that_make_no_sense_are_refused(options):
         DecoderSettings(**options)
 
 
-def test_the_decoder_on_a_gpu_gets_the_published_settings_unless_told_otherwise():
+def test_the_decoder_on_a_gpu_gets_the_published_padding_and_the_jpeg_engine_unless_told_otherwise():
     cuda = torch.device("cuda", 0)
-    published = {"hw_decoder_load": 0.65, "device_memory_padding": 211_025_920, "host_memory_padding": 140_544_512}
+    published = {"hw_decoder_load": 1.0, "device_memory_padding": 211_025_920, "host_memory_padding": 140_544_512}
     assert published.items() <= decoder_arguments(cuda, DecoderSettings()).items()
     told = decoder_arguments(cuda, DecoderSettings(hw_decoder_load=0.9, memory_padding=0))
     assert {"hw_decoder_load": 0.9, "device_memory_padding": 0, "host_memory_padding": 0}.items() <= told.items()
