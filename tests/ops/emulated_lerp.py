@@ -27,7 +27,10 @@ class Params(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("x", "c", "hidden", "w2", "w2t")),
         ("y", ctypes.c_void_p * 5),
         ("gy", ctypes.c_void_p * 5),
-        *((name, ctypes.c_void_p) for name in ("base", "extra", "gx", "g_hidden", "c_parts", "w2_parts", "stream")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("base", "extra", "gx", "g_hidden", "g_w2", "g_c", "c_parts", "w2_parts", "stream")
+        ),
     ]
 
 
@@ -78,7 +81,7 @@ class EmulatedLerp:
         return gx, parts.sum(0).to(c.dtype)
 
     def ddlerp(self, x: Tensor, hidden: Tensor, w2: Tensor, c: Tensor, *layout: int) -> list[Tensor]:
-        values, w2t = c.float().contiguous(), w2.transpose(1, 2).contiguous()
+        values, w2t = c.float().contiguous(), torch.full_like(w2, torch.nan)
         results = [torch.full_like(x, torch.nan) for _ in c]
         params = self._params(x, values, layout, hidden=hidden, w2=w2, w2t=w2t)
         params.y[:] = [y.data_ptr() for y in results]
@@ -86,14 +89,15 @@ class EmulatedLerp:
         return results
 
     def ddlerp_backward(self, x, hidden, w2, c, gradients, *layout) -> tuple[Tensor, ...]:
-        values, w2t = c.float().contiguous(), w2.transpose(1, 2).contiguous()
+        values, w2t = c.float().contiguous(), torch.full_like(w2, torch.nan)
         gradients = [gradient.contiguous() for gradient in gradients]
-        base, extra, g_hidden = (torch.full_like(tensor, torch.nan) for tensor in (x, x, hidden))
-        outputs = {"base": base, "extra": extra, "g_hidden": g_hidden}
+        names = ("base", "extra", "g_hidden", "g_w2", "g_c")
+        results = [torch.full_like(tensor, torch.nan) for tensor in (x, x, hidden, w2, values)]
+        outputs = dict(zip(names, results, strict=True))
         params = self._params(x, values, layout, hidden=hidden, w2=w2, w2t=w2t, **outputs)
         count = self.library.ddlerp_parts(ctypes.byref(params))
         c_parts, w2_parts = torch.full((count, *c.shape), torch.nan), torch.full((count, *w2.shape), torch.nan)
         params.c_parts, params.w2_parts = c_parts.data_ptr(), w2_parts.data_ptr()
         params.gy[:] = [gradient.data_ptr() for gradient in gradients]
         self._call("ddlerp_backward", params)
-        return base, extra, g_hidden, w2_parts.sum(0).to(w2.dtype), c_parts.sum(0).to(c.dtype)
+        return tuple(results)

@@ -23,15 +23,17 @@ typedef struct {
     const float* c;       // [count or LERP_SHARES, channels]
     const void* hidden;   // [rows, LERP_SHARES * LERP_RANK]
     const void* w2;       // [LERP_SHARES, LERP_RANK, channels]
-    const void* w2t;      // [LERP_SHARES, channels, LERP_RANK], the same transposed
+    void* w2t;            // [LERP_SHARES, channels, LERP_RANK], scratch memory
     void* y[LERP_SHARES];
     const void* gy[LERP_SHARES];
     void* base;           // sum of the gradients at x itself; read by lerp_backward (may be null), written by
     void* extra;          // ddlerp_backward, as is the gradient of (neighbour - x)
     void* gx;
     void* g_hidden;
-    float* c_parts;       // [lerp_parts or ddlerp_parts, count or LERP_SHARES, channels], to be added up
-    float* w2_parts;      // [ddlerp_parts, LERP_SHARES, LERP_RANK, channels], to be added up
+    void* g_w2;
+    float* g_c;           // of ddlerp_backward
+    float* c_parts;       // of lerp_backward [lerp_parts, count, channels]: g_c, to be added up by the caller
+    float* w2_parts;      // with c_parts [ddlerp_parts, ...] scratch memory of ddlerp_backward
     void* stream;
 } LerpParams;
 

@@ -13,7 +13,7 @@ constexpr int kHidden = LERP_SHARES * LERP_RANK;
 
 struct LerpJob {
     LerpParams params;
-    int rows_per_part;
+    int rows_per_part, parts;
     uint32_t tokens_magic, width_magic;  // for `divide`
 };
 
@@ -506,6 +506,44 @@ __global__ void __launch_bounds__(32 * LERP_SHARES) ddlerp_weights_kernel(const 
     }
 }
 
+// [share][rank][channel] -> [share][channel][rank]. A block has 32 channels of one share, a warp at a time one rank.
+__global__ void __launch_bounds__(256) transpose_kernel(const LerpJob job) {
+    const LerpParams& params = job.params;
+    const int channel = 32 * blockIdx.x + threadIdx.x % 32, share = blockIdx.y;
+    const uint16_t* from = static_cast<const uint16_t*>(params.w2) + static_cast<int64_t>(share) * LERP_RANK * params.channels;
+    uint16_t* to = static_cast<uint16_t*>(params.w2t) + static_cast<int64_t>(share) * LERP_RANK * params.channels;
+    for (int rank = threadIdx.x / 32; rank < LERP_RANK; rank += blockDim.x / 32) {
+        to[channel * LERP_RANK + rank] = from[rank * params.channels + channel];
+    }
+}
+
+// Adds up the parts of ddlerp_weights_kernel, in order: first those of w2's gradient, then those of c's.
+__global__ void __launch_bounds__(256) sum_parts_kernel(const LerpJob job) {
+    const LerpParams& params = job.params;
+    const int w2_size = LERP_SHARES * LERP_RANK * params.channels, c_size = LERP_SHARES * params.channels;
+    const int index = 4 * (blockIdx.x * blockDim.x + threadIdx.x);
+    if (index >= w2_size + c_size) return;
+    const bool is_w2 = index < w2_size;
+    const int size = is_w2 ? w2_size : c_size, at = is_w2 ? index : index - w2_size;
+    const float* parts = (is_w2 ? params.w2_parts : params.c_parts) + at;
+    float4 sum{0.f, 0.f, 0.f, 0.f};
+    for (int part = 0; part < job.parts; ++part) {
+        const float4 four = load<float4>(parts + static_cast<int64_t>(part) * size);
+        sum.x += four.x;
+        sum.y += four.y;
+        sum.z += four.z;
+        sum.w += four.w;
+    }
+    if (is_w2) {
+        uint2 packed;
+        packed.x = pack_bf16(sum.x, sum.y);
+        packed.y = pack_bf16(sum.z, sum.w);
+        *reinterpret_cast<uint2*>(static_cast<uint16_t*>(params.g_w2) + at) = packed;
+    } else {
+        *reinterpret_cast<float4*>(params.g_c + at) = sum;
+    }
+}
+
 // Launches -----------------------------------------------------------------------------------------------------------
 
 int divide_up(int a, int b) { return (a + b - 1) / b; }
@@ -515,7 +553,8 @@ uint32_t magic_of(int divisor) {
 }
 
 LerpJob make_job(const LerpParams& params, int rows_per_part) {
-    return {params, rows_per_part, magic_of(params.layout.tokens), magic_of(params.layout.width)};
+    return {params, rows_per_part, divide_up(params.rows, rows_per_part), magic_of(params.layout.tokens),
+            magic_of(params.layout.width)};
 }
 
 template <class Kernel>
@@ -535,10 +574,9 @@ struct RowBlock {
         : vectors(params.channels / 8), lanes(vectors < 256 ? 256 / vectors : 1), threads(vectors * lanes) {}
 };
 
-// Numbers of thread blocks that fill 132 multiprocessors evenly, for 640 channels.
-constexpr int kRowsOfABlock = 48;       // of the plain interpolation, each way
-constexpr int kMostForwardParts = 52;   // into which ddlerp_kernel divides the rows
-constexpr int kMostParts = 26;          // and ddlerp_weights_kernel
+// Into how many parts kernels divide the rows: such that all their thread blocks run at once on 132 multiprocessors, for
+// 640 channels.
+constexpr int kLerpParts = 660, kLerpBackwardParts = 396, kForwardParts = 52, kWeightsParts = 26;
 
 int warps_of_a_block(int slabs) {
     for (int warps = 4; warps > 1; --warps) {
@@ -547,7 +585,7 @@ int warps_of_a_block(int slabs) {
     return 1;
 }
 
-int rows_of_a_part(const LerpParams& params, int most) { return 16 * divide_up(divide_up(params.rows, 16), most); }
+int rows_of_a_part(const LerpParams& params, int parts) { return 16 * divide_up(divide_up(params.rows, 16), parts); }
 
 bool is_valid(const LerpParams& params) {
     const LerpLayout& layout = params.layout;
@@ -564,47 +602,55 @@ constexpr int kInvalid = 1;  // cudaErrorInvalidValue
 extern "C" {
 
 int lerp_parts(const LerpParams* params) {
-    return wkv6::divide_up(params->rows, wkv6::kRowsOfABlock) * wkv6::RowBlock(*params).lanes;
+    using namespace wkv6;
+    return divide_up(params->rows, rows_of_a_part(*params, kLerpBackwardParts)) * RowBlock(*params).lanes;
 }
 
 int ddlerp_parts(const LerpParams* params) {
-    return wkv6::divide_up(params->rows, wkv6::rows_of_a_part(*params, wkv6::kMostParts));
+    using namespace wkv6;
+    return divide_up(params->rows, rows_of_a_part(*params, kWeightsParts));
 }
 
 int lerp_forward(const LerpParams* params) {
     using namespace wkv6;
     if (!is_valid(*params)) return kInvalid;
-    const int blocks = divide_up(params->rows, kRowsOfABlock), threads = RowBlock(*params).threads;
-    const LerpJob job = make_job(*params, kRowsOfABlock);
-    if (params->count == 1) return launch_lerp(lerp_kernel<1>, blocks, 1, threads, job);
-    return launch_lerp(lerp_kernel<2>, blocks, 1, threads, job);
+    const LerpJob job = make_job(*params, rows_of_a_part(*params, kLerpParts));
+    const int threads = RowBlock(*params).threads;
+    if (params->count == 1) return launch_lerp(lerp_kernel<1>, job.parts, 1, threads, job);
+    return launch_lerp(lerp_kernel<2>, job.parts, 1, threads, job);
 }
 
 int lerp_backward(const LerpParams* params) {
     using namespace wkv6;
     if (!is_valid(*params)) return kInvalid;
-    const int blocks = divide_up(params->rows, kRowsOfABlock), threads = RowBlock(*params).threads;
-    const LerpJob job = make_job(*params, kRowsOfABlock);
-    if (params->base) return launch_lerp(lerp_backward_kernel<1, true>, blocks, 1, threads, job);
-    if (params->count == 1) return launch_lerp(lerp_backward_kernel<1, false>, blocks, 1, threads, job);
-    return launch_lerp(lerp_backward_kernel<2, false>, blocks, 1, threads, job);
+    const LerpJob job = make_job(*params, rows_of_a_part(*params, kLerpBackwardParts));
+    const int threads = RowBlock(*params).threads;
+    if (params->base) return launch_lerp(lerp_backward_kernel<1, true>, job.parts, 1, threads, job);
+    if (params->count == 1) return launch_lerp(lerp_backward_kernel<1, false>, job.parts, 1, threads, job);
+    return launch_lerp(lerp_backward_kernel<2, false>, job.parts, 1, threads, job);
 }
 
 int ddlerp_forward(const LerpParams* params) {
     using namespace wkv6;
     if (!is_valid(*params)) return kInvalid;
     const int slabs = params->channels / 32, warps = warps_of_a_block(slabs);
-    const int rows = rows_of_a_part(*params, kMostForwardParts);
-    return launch_lerp(ddlerp_kernel, slabs / warps, divide_up(params->rows, rows), 32 * warps, make_job(*params, rows));
+    const LerpJob job = make_job(*params, rows_of_a_part(*params, kForwardParts));
+    const int error = launch_lerp(transpose_kernel, slabs, LERP_SHARES, 256, job);
+    if (error) return error;
+    return launch_lerp(ddlerp_kernel, slabs / warps, job.parts, 32 * warps, job);
 }
 
 int ddlerp_backward(const LerpParams* params) {
     using namespace wkv6;
     if (!is_valid(*params)) return kInvalid;
-    const int error = launch_lerp(ddlerp_tokens_kernel, divide_up(params->rows, 64), 1, 128, make_job(*params, 0));
+    const int slabs = params->channels / 32;
+    const LerpJob job = make_job(*params, rows_of_a_part(*params, kWeightsParts));
+    int error = launch_lerp(transpose_kernel, slabs, LERP_SHARES, 256, job);
+    if (!error) error = launch_lerp(ddlerp_tokens_kernel, divide_up(params->rows, 64), 1, 128, job);
+    if (!error) error = launch_lerp(ddlerp_weights_kernel, slabs, job.parts, 32 * LERP_SHARES, job);
     if (error) return error;
-    return launch_lerp(ddlerp_weights_kernel, params->channels / 32, ddlerp_parts(params), 32 * LERP_SHARES,
-                       make_job(*params, rows_of_a_part(*params, kMostParts)));
+    const int sums = LERP_SHARES * (LERP_RANK + 1) * params->channels;
+    return launch_lerp(sum_parts_kernel, divide_up(sums, 4 * 256), 1, 256, job);
 }
 
 const char* lerp_error_string(int code) {

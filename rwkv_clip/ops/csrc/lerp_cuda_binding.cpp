@@ -129,7 +129,8 @@ std::vector<Tensor> set_inputs(const Tensor& x, const Tensor& hidden, const Tens
                     w2.scalar_type() == at::kBFloat16 && w2.device() == x.device(),
                 "lerp: w2 must be bfloat16 [", LERP_SHARES, ", ", LERP_RANK, ", ", x.size(2), "], got ",
                 w2.scalar_type(), " ", w2.sizes());
-    std::vector<Tensor> kept{readable(x), readable(hidden), readable(w2), readable(w2.transpose(1, 2)), readable(c)};
+    std::vector<Tensor> kept{readable(x), readable(hidden), readable(w2), at::empty(w2.sizes(), w2.options()),
+                             readable(c)};
     params.x = kept[0].data_ptr();
     params.hidden = kept[1].data_ptr();
     params.w2 = kept[2].data_ptr();
@@ -162,12 +163,14 @@ wkv6::Gradients mix_backward(const Tensor& x, const Tensor& hidden, const Tensor
     params.extra = extra.data_ptr();
     params.g_hidden = g_hidden.data_ptr();
     const int64_t count = ddlerp_parts(&params);
-    const Tensor w2_parts = at::empty({count, w2.size(0), w2.size(1), w2.size(2)}, c.options());
-    const Tensor c_parts = at::empty({count, c.size(0), c.size(1)}, c.options());
-    params.w2_parts = w2_parts.data_ptr<float>();
-    params.c_parts = c_parts.data_ptr<float>();
+    Tensor g_w2 = at::empty_like(w2, at::MemoryFormat::Contiguous), g_c = at::empty_like(c, at::MemoryFormat::Contiguous);
+    const Tensor parts = at::empty({count, w2.size(0), w2.size(1) + 1, w2.size(2)}, c.options());
+    params.g_w2 = g_w2.data_ptr();
+    params.g_c = g_c.data_ptr<float>();
+    params.w2_parts = parts.data_ptr<float>();
+    params.c_parts = params.w2_parts + count * w2.numel();
     check(ddlerp_backward(&params), x);
-    return {base, extra, g_hidden, at::sum(w2_parts, 0).to(w2.scalar_type()), at::sum(c_parts, 0)};
+    return {base, extra, g_hidden, g_w2, g_c};
 }
 
 }  // namespace
