@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from op_builder import prebuilt, toolchain
+from op_builder import ALL_OPS, prebuilt, toolchain
 from rwkv_clip.cli import main
 from rwkv_clip.ops import report
 
@@ -46,13 +46,13 @@ def test_what_is_not_compatible_has_its_reason_below(capsys, monkeypatch):
 
 
 def test_the_report_works_without_deepspeed(capsys, monkeypatch):
-    for name in ("op_builder.all_ops", "op_builder.builder", "op_builder.wkv6", "op_builder.wkv6_cpu"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
+    for name in ("all_ops", "builder", "cuda", "wkv6", "lerp", "wkv6_cpu"):
+        monkeypatch.delitem(sys.modules, f"op_builder.{name}", raising=False)
     for name in ["deepspeed", *(name for name in sys.modules if name.startswith("deepspeed."))]:
         monkeypatch.setitem(sys.modules, name, None)
     assert main(["report"]) == 0
     text = capsys.readouterr().out
-    assert text.count("DeepSpeed, which builds the ops, cannot be imported") == 2
+    assert text.count("DeepSpeed, which builds the ops, cannot be imported") == len(ALL_OPS)
 
 
 @pytest.mark.parametrize("built_with, used", [(torch.__version__, True), ("1.0.0", False)])
@@ -65,4 +65,4 @@ def test_an_op_compiled_ahead_of_time_is_used_with_its_own_torch_only(built_with
     assert prebuilt.import_prebuilt("wkv6_cpu") == ("rwkv_clip.ops.wkv6_cpu_op" if used else None)
     assert ("was compiled for torch 1.0.0" in capsys.readouterr().err) is not used
     statuses = {status.name: status.installed for status in report.op_status()}
-    assert statuses == {"wkv6": False, "wkv6_cpu": True}
+    assert statuses == {name: name == "wkv6_cpu" for name in ALL_OPS}
