@@ -39,7 +39,8 @@ from .step import RandomState
 STATE = "state.json"
 FROZEN = "frozen.pt"
 LATEST = "latest"
-FORMAT = 2
+FORMAT = 3
+"""Of a save. The order of parameters in the optimizer's groups is part of it: masters and moments lie without names."""
 _NAME = re.compile(r"step_(\d{8,})$")
 
 
@@ -66,7 +67,10 @@ def verify(folder: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, AttributeError):
         raise UserError(f"{folder} is not a complete checkpoint: {STATE} is damaged; use another") from None
     if found[0] != FORMAT:
-        raise UserError(f"{folder} was written by another version (format {found[0]}, expected {FORMAT}); use another")
+        raise UserError(
+            f"{folder} was written by another version (format {found[0]}, expected {FORMAT}); go on with that version, "
+            f"or start a new run from its weights: --pretrained {folder}"
+        )
     if found[1] != _checksum(state):
         raise UserError(f"{folder}: {STATE} was changed after it was written; put it back, or use another checkpoint")
     for name, size in state["files"].items():
@@ -120,7 +124,7 @@ def find_checkpoint(resume: str, own: Path) -> tuple[Path, dict[str, Any]] | Non
         return candidate, state
     if candidates:
         raise UserError(
-            f"none of the {len(candidates)} checkpoints in {folder} is complete (the newest: {candidates[0].name}): "
+            f"none of the {len(candidates)} checkpoints in {folder} can be used (the newest: {candidates[0].name}): "
             "restore one, or start a new run in another folder"
         )
     if resume == "auto":

@@ -36,7 +36,7 @@ def test_a_run_whose_only_save_was_edited_by_hand_is_never_started_afresh(folder
     output = folder / "edited"
     state = output / "checkpoints" / "step_00000003" / "state.json"
     state.parent.mkdir(parents=True)
-    state.write_text('{"format": 2, "position": {"step": 3}, "files": {}}')
+    state.write_text('{"format": 3, "position": {"step": 3}, "files": {}}')
     job = arguments(data, model, output, "--batch-size", 8, "--resume", "auto")
     result = run(*job, log=folder / "edited.log")
     assert_refused(result, "none of the 1 checkpoints", "step_00000003")

@@ -177,9 +177,13 @@ def test_going_back_sets_newer_saves_aside(world, folder):
     assert [path.name for path in complete_checkpoints(folder)] == ["step_00000003"]
 
 
-def test_a_save_of_another_format_is_refused(world, folder):
+@pytest.mark.parametrize("other", [2, 99])
+def test_a_save_of_another_format_is_refused_with_two_ways_on(other, world, folder):
     save(world, folder, 3)
-    path = folder / checkpoint_name(3) / STATE
-    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99}))
-    with pytest.raises(UserError, match="format 99"):
-        verify(folder / checkpoint_name(3))
+    checkpoint = folder / checkpoint_name(3)
+    path = checkpoint / STATE
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": other}))
+    with pytest.raises(UserError, match=f"format {other}, expected") as refusal:
+        verify(checkpoint)
+    message = str(refusal.value)
+    assert "go on with that version" in message and f"--pretrained {checkpoint}" in message and "\n" not in message
