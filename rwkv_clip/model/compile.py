@@ -59,8 +59,9 @@ RECOMPUTE: dict[str, Callable[[Any, tuple[Any, ...]], bool] | None] = {
 
 Values of width C kept per token and layer, image / text tower of B/32:
 "automatic", 27 / 24: the compiler's own choice. "elementwise", 14.4 / 12.9: everything but full products and the
-operator. "wide", 9.4 / 9.4: also the squared ReLU's product. "products", 3.4 / 3.4: all products but the channel mix's
-last, whose output stands for five.
+operator; where the interpolations are kernels (ops/lerp.py) their 8 results are kept too, 22.4 / 20.9. "wide", 9.4 /
+9.4: also the squared ReLU's product. "products", 3.4 / 3.4: all products but the channel mix's last, whose output
+stands for five.
 """
 
 

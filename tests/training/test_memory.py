@@ -13,9 +13,10 @@ from torch.utils.checkpoint import checkpoint
 from rwkv_clip.cli import main
 from rwkv_clip.model.clip import RWKVCLIP
 from rwkv_clip.model.config import load_config
+from rwkv_clip.ops import lerp
 from rwkv_clip.training import memory
 from rwkv_clip.training.loss import ClipLoss
-from rwkv_clip.training.memory import LiveBytes, activation_bytes
+from rwkv_clip.training.memory import LiveBytes, activation_bytes, kept_by_compiled_block
 
 CONFIGS = Path(__file__).parents[2] / "ds_configs"
 GIB = 2**30
@@ -32,33 +33,88 @@ def on_meta(config, dtype=torch.float32) -> RWKVCLIP:
     return model.to(dtype).train()
 
 
+def without_kernels(monkeypatch) -> None:
+    """Predict for interpolations in plain PyTorch, as they run where `lerp.usable` says no."""
+    monkeypatch.setattr(lerp, "usable", lambda x, layout: False)
+
+
 # Measured on one H200 with torch 2.11, B/32, batch 512, bf16: the real job, and a loop without an engine, whose weights
 # and states took 1.0 GiB.
 @pytest.mark.parametrize(
-    ("config", "measured", "beside"),
-    [("zero1_bf16", 28.6, None), ("zero1_bf16_compile", 10.9, 1.0)],
+    ("kernels", "config", "measured", "beside"),
+    [
+        (True, "zero1_bf16", 23.9, 1.0),
+        (True, "zero1_bf16_compile", 16.8, None),
+        (True, "zero1_bf16_selective", 5.6, None),
+        (False, "zero1_bf16", 28.6, None),
+        (False, "zero1_bf16_compile", 10.9, 1.0),
+    ],
 )
-def test_the_predicted_peak_is_within_10_percent_of_what_an_h200_took(capsys, config, measured, beside):
+def test_the_predicted_peak_is_within_10_percent_of_what_an_h200_took(
+    capsys, monkeypatch, kernels, config, measured, beside
+):
+    if not kernels:
+        without_kernels(monkeypatch)
     figures = plan(capsys, "--model", "B-32", "--batch", 512, "--config", CONFIGS / f"{config}.json")
     predicted = figures["peak"] / GIB if beside is None else figures["activations"] / GIB + beside
     assert predicted == pytest.approx(measured, rel=0.1)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_a_pass_on_the_meta_device_counts_what_a_real_one_holds(checkpointed):
+def test_a_pass_on_the_meta_device_counts_what_a_real_one_holds(checkpointed, dtype, monkeypatch):
+    without_kernels(monkeypatch)  # which a CPU does not have
     nano = load_config("Nano")
     text = dataclasses.replace(nano.text, vocab_size=50)
     config = dataclasses.replace(nano, image=dataclasses.replace(nano.image, drop_path_rate=0.1), text=text)
-    model = RWKVCLIP(config).train()
+    model = RWKVCLIP(config).to(dtype).train()
     if checkpointed:
         model.set_activation_checkpointing(lambda function, *args: checkpoint(function, *args, use_reentrant=False))
     images, tokens = torch.randn(8, 3, 48, 48), torch.randint(50, (8, 40))
     with LiveBytes() as live:
         ClipLoss()(*model(images, tokens)).loss.backward()
-    predicted = activation_bytes(on_meta(config), 8, checkpointed)
+    predicted = activation_bytes(on_meta(config, dtype), 8, checkpointed)
     assert predicted == pytest.approx(live.peak, rel=0.02)
-    gradients = sum(4 * parameter.numel() for parameter in model.parameters())
+    gradients = sum(dtype.itemsize * parameter.numel() for parameter in model.parameters())
     assert gradients <= live.now <= 1.02 * gradients + 2**18  # everything else was freed
+
+
+def test_the_interpolations_results_are_counted():
+    batch, tokens, width = 8, 36, 128
+    layout = (6, 32, 4, False)
+    with torch.device("meta"):
+        x = torch.empty(batch, tokens, width, dtype=torch.bfloat16, requires_grad=True)
+        shares = [torch.empty(1, 1, width, dtype=torch.bfloat16) for _ in range(5)]
+        w1, w2 = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((width, 160), (5, 32, width)))
+    assert lerp.usable(x, layout)
+    small = 2**14  # the shares in fp32
+    with LiveBytes() as live:
+        results = lerp.lerp(x, shares[:2], layout)
+        assert len(results) == 2 and 0 <= live.now - 2 * x.nbytes <= small
+        del results
+        results = lerp.time_mix_inputs(x, shares[0], w1, w2, shares, layout)
+        kept = x.nbytes + 2 * batch * tokens * w1.shape[1]  # for the backward pass: the mixture in w1's product, hidden
+        assert len(results) == 5 and 0 <= live.now - 5 * x.nbytes - kept <= small
+
+
+def test_the_interpolation_kernels_hold_less_than_plain_interpolation(monkeypatch):
+    nano = load_config("Nano")
+    fused = activation_bytes(on_meta(nano, torch.bfloat16), 64)
+    without_kernels(monkeypatch)
+    assert fused < 0.95 * activation_bytes(on_meta(nano, torch.bfloat16), 64)
+
+
+@pytest.mark.parametrize(("recompute", "results"), [("elementwise", 8), ("wide", 0)])
+def test_a_compiled_block_counts_the_interpolations_results_that_it_keeps(monkeypatch, recompute, results):
+    nano = load_config("Nano")
+
+    def kept() -> int:
+        return kept_by_compiled_block(nano, True, recompute, torch.bfloat16)
+
+    fused = kept()
+    without_kernels(monkeypatch)
+    grid = nano.image.grid
+    assert fused - kept() == results * 2 * grid[0] * grid[1] * nano.image.width
 
 
 def test_more_recomputing_and_checkpointing_take_less():
