@@ -80,6 +80,10 @@ __device__ __forceinline__ uint2 load_4(const void* tensor, int64_t element) {
     return load<uint2>(static_cast<const uint16_t*>(tensor) + element);
 }
 
+__device__ __forceinline__ void prefetch_8(const void* tensor, int64_t element) {
+    prefetch(reinterpret_cast<const char*>(static_cast<const uint16_t*>(tensor) + element), 16);
+}
+
 __device__ __forceinline__ void unpack(float (&out)[8], const uint4& packed) {
     const uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
 #pragma unroll
@@ -288,6 +292,11 @@ __global__ void __launch_bounds__(128, 2) ddlerp_kernel(const LerpJob job) {
     const int first = blockIdx.y * job.rows_per_part, end = min(params.rows, first + job.rows_per_part);
     for (int row = first; row < end; row += 16) {
         const Tile tile(params, row, channel, lane);
+        if (row + 16 < end) {
+            const Tile following(params, row + 16, channel, lane);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) prefetch_8(params.x, following.elements[half]);
+        }
         uint32_t a[LERP_SHARES][2][4];
 #pragma unroll
         for (int i = 0; i < LERP_SHARES; ++i) load_hidden(a[i], params, tile, i, lane);
@@ -319,11 +328,15 @@ __global__ void __launch_bounds__(128, 2) ddlerp_kernel(const LerpJob job) {
     }
 }
 
-// What does not sum over tokens. A warp has 16 rows and goes through their channels.
-__global__ void __launch_bounds__(128, 3) ddlerp_tokens_kernel(const LerpJob job) {
+constexpr int kTokenWarps = 4;
+constexpr int kShareFloats = 16 * 32;  // 16 rows of one share's hidden values, as a warp holds them
+constexpr size_t kTokensSharedBytes = kTokenWarps * LERP_SHARES * kShareFloats * sizeof(float);
+
+// What does not sum over tokens. A block has 16 rows; its warps go through the channels in turn, 32 at a time, and add up
+// their parts of the hidden values' gradients in the end.
+__global__ void __launch_bounds__(32 * kTokenWarps, 2) ddlerp_tokens_kernel(const LerpJob job) {
     const LerpParams& params = job.params;
     const Lane lane;
-    const int first_row = 16 * (blockIdx.x * (blockDim.x / 32) + lane.warp);
     float g_hidden[LERP_SHARES][4][4];
 #pragma unroll
     for (int i = 0; i < LERP_SHARES; ++i) {
@@ -333,10 +346,19 @@ __global__ void __launch_bounds__(128, 3) ddlerp_tokens_kernel(const LerpJob job
             for (int k = 0; k < 4; ++k) g_hidden[i][j][k] = 0.f;
         }
     }
-    Tile tile(params, first_row, 8 * lane.q, lane);
+    Tile tile(params, 16 * blockIdx.x, 32 * lane.warp + 8 * lane.q, lane);
     const Place places[2] = {Place(job, tile.rows[0]), Place(job, tile.rows[1])};
-    for (int first_channel = 0; first_channel < params.channels; first_channel += 32) {
+    constexpr int kStep = 32 * kTokenWarps;
+    for (int first_channel = 32 * lane.warp; first_channel < params.channels; first_channel += kStep) {
         const int channel = first_channel + 8 * lane.q;
+        if (first_channel + kStep < params.channels) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                prefetch_8(params.x, tile.elements[half] + kStep);
+#pragma unroll
+                for (int i = 0; i < LERP_SHARES; ++i) prefetch_8(params.gy[i], tile.elements[half] + kStep);
+            }
+        }
         const Directions directions(params, channel);
         float base[2][8], extra[2][8];
         uint32_t difference[2][4];  // rounded to bf16
@@ -356,7 +378,7 @@ __global__ void __launch_bounds__(128, 3) ddlerp_tokens_kernel(const LerpJob job
         for (int i = 0; i < LERP_SHARES; ++i) {
             const uint32_t gy[2][4] = {{next[0].x, next[0].y, next[0].z, next[0].w},
                                        {next[1].x, next[1].y, next[1].z, next[1].w}};
-            if (i + 1 < LERP_SHARES) {  // from DRAM, while this share is worked on
+            if (i + 1 < LERP_SHARES) {  // while this share is worked on
 #pragma unroll
                 for (int half = 0; half < 2; ++half) next[half] = load_8(params.gy[i + 1], tile.elements[half]);
             }
@@ -395,18 +417,30 @@ __global__ void __launch_bounds__(128, 3) ddlerp_tokens_kernel(const LerpJob job
                 store_8(params.base, tile.elements[half], base[half]);
                 store_8(params.extra, tile.elements[half], extra[half]);
             }
-            tile.elements[half] += 32;
+            tile.elements[half] += kStep;
         }
     }
+    // Value k of block j of a share lies at [k + 4 j][lane], so that lanes are neighbours in memory.
+    const Address own = shared_memory() + 4 * (lane.warp * LERP_SHARES * kShareFloats + lane.id);
 #pragma unroll
     for (int i = 0; i < LERP_SHARES; ++i) {
+#pragma unroll
+        for (int n = 0; n < 16; ++n) store_shared(own + 4 * (i * kShareFloats + 32 * n), g_hidden[i][n / 4][n % 4]);
+    }
+    __syncthreads();
+    for (int i = lane.warp; i < LERP_SHARES; i += kTokenWarps) {
+        const Address part = shared_memory() + 4 * (i * kShareFloats + lane.id);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             float values[8];
 #pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                values[2 * j] = g_hidden[i][j][2 * half];
-                values[2 * j + 1] = g_hidden[i][j][2 * half + 1];
+            for (int n = 0; n < 8; ++n) {
+                values[n] = 0.f;
+#pragma unroll
+                for (int warp = 0; warp < kTokenWarps; ++warp) {
+                    const int value = warp * LERP_SHARES * kShareFloats + 32 * (4 * (n / 2) + 2 * half + n % 2);
+                    values[n] += load_shared<float>(part + 4 * value);
+                }
             }
             const int64_t element = static_cast<int64_t>(tile.rows[half]) * kHidden + i * LERP_RANK + 8 * lane.q;
             if (tile.real[half]) store_8(params.g_hidden, element, values);
@@ -443,6 +477,11 @@ __global__ void __launch_bounds__(32 * LERP_SHARES) ddlerp_weights_kernel(const 
     for (int first_row = first; first_row < end; first_row += 16) {
         float products[4][4];  // [row][channel]
         uint2 hidden[4];
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {  // of the rows after these
+            const int row = min(first_row + 16 + 4 * lane.q + r, end - 1);
+            prefetch_8(gy, static_cast<int64_t>(row) * params.channels + channel);
+        }
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
             const int row = first_row + 4 * lane.q + r;
@@ -558,11 +597,11 @@ LerpJob make_job(const LerpParams& params, int rows_per_part) {
 }
 
 template <class Kernel>
-int launch_lerp(Kernel kernel, int grid_x, int grid_y, int threads, const LerpJob& job) {
+int launch_lerp(Kernel kernel, int grid_x, int grid_y, int threads, const LerpJob& job, size_t shared_bytes = 0) {
 #ifdef WKV6_EMULATE
-    return emulator::launch(kernel, grid_x, grid_y, threads, 0, job);
+    return emulator::launch(kernel, grid_x, grid_y, threads, shared_bytes, job);
 #else
-    kernel<<<dim3(grid_x, grid_y), threads, 0, static_cast<cudaStream_t>(job.params.stream)>>>(job);
+    kernel<<<dim3(grid_x, grid_y), threads, shared_bytes, static_cast<cudaStream_t>(job.params.stream)>>>(job);
     return cudaGetLastError();
 #endif
 }
@@ -576,7 +615,8 @@ struct RowBlock {
 
 // Into how many parts kernels divide the rows: such that all their thread blocks run at once on 132 multiprocessors, for
 // 640 channels.
-constexpr int kLerpParts = 660, kLerpBackwardParts = 396, kForwardParts = 52, kWeightsParts = 26;
+constexpr int kLerpParts = 660, kForwardParts = 52, kWeightsParts = 26;
+constexpr int kBackwardRows = 48;  // of a block of lerp_backward_kernel: of these there are enough to even out
 
 int warps_of_a_block(int slabs) {
     for (int warps = 4; warps > 1; --warps) {
@@ -603,7 +643,7 @@ extern "C" {
 
 int lerp_parts(const LerpParams* params) {
     using namespace wkv6;
-    return divide_up(params->rows, rows_of_a_part(*params, kLerpBackwardParts)) * RowBlock(*params).lanes;
+    return divide_up(params->rows, kBackwardRows) * RowBlock(*params).lanes;
 }
 
 int ddlerp_parts(const LerpParams* params) {
@@ -623,7 +663,7 @@ int lerp_forward(const LerpParams* params) {
 int lerp_backward(const LerpParams* params) {
     using namespace wkv6;
     if (!is_valid(*params)) return kInvalid;
-    const LerpJob job = make_job(*params, rows_of_a_part(*params, kLerpBackwardParts));
+    const LerpJob job = make_job(*params, kBackwardRows);
     const int threads = RowBlock(*params).threads;
     if (params->base) return launch_lerp(lerp_backward_kernel<1, true>, job.parts, 1, threads, job);
     if (params->count == 1) return launch_lerp(lerp_backward_kernel<1, false>, job.parts, 1, threads, job);
@@ -646,7 +686,8 @@ int ddlerp_backward(const LerpParams* params) {
     const int slabs = params->channels / 32;
     const LerpJob job = make_job(*params, rows_of_a_part(*params, kWeightsParts));
     int error = launch_lerp(transpose_kernel, slabs, LERP_SHARES, 256, job);
-    if (!error) error = launch_lerp(ddlerp_tokens_kernel, divide_up(params->rows, 64), 1, 128, job);
+    if (!error) error = launch_lerp(ddlerp_tokens_kernel, divide_up(params->rows, 16), 1, 32 * kTokenWarps, job,
+                                     kTokensSharedBytes);
     if (!error) error = launch_lerp(ddlerp_weights_kernel, slabs, job.parts, 32 * LERP_SHARES, job);
     if (error) return error;
     const int sums = LERP_SHARES * (LERP_RANK + 1) * params->channels;
