@@ -29,6 +29,8 @@ KEYS = {"enabled": bool, "force": bool, "recompute": str, "options": dict}
 # Largest difference of a compiled gradient, as a share of the eager one's norm and of the largest norm of all. Rounding
 # in bf16 stays far below, a wrong kernel does not.
 _OWN_SHARE, _LARGEST_SHARE = 0.2, 0.02
+CUDA_GRAPHS = "triton.cudagraphs"
+"""Inductor's option that records the launches of compiled code and replays them."""
 ALIGNMENT = 16
 """Bytes that compiled kernels load at once, from multiples of that."""
 REMINDER = 30.0
@@ -63,8 +65,11 @@ def compile_towers(model: RWKVCLIP, config: dict[str, Any], world: World, with_r
         logger.info('the blocks are not compiled on a CPU (unless "compile" says "force": true)')
         return False
     started = time.monotonic()
+    options = dict(section.get("options", {}))
+    if with_replay and options.pop(CUDA_GRAPHS, False):
+        logger.info("no CUDA graphs: accumulation over the global batch runs the blocks in two ways, a graph is of one")
     # Errors in what the user wrote end the run; those of the compiler do not.
-    forward = compiled_forward(section.get("recompute", "elementwise"), section.get("options"))
+    forward = compiled_forward(section.get("recompute", "elementwise"), options)
     logger.info("compiling the blocks, which takes a minute or two without what an earlier run left in %s", _cache())
     problem = ""
     with _first_on_its_machine_compiles(world), _reminders(started):

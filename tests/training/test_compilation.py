@@ -283,3 +283,18 @@ def test_a_wrong_section_is_refused(values: dict, message: str) -> None:
 def test_an_unknown_option_of_the_compiler_ends_the_run() -> None:
     with pytest.raises(UserError, match="refuses its options"):
         compile_towers(RWKVCLIP(CONFIG), section(options={"no_such": 1}), alone(), False)
+
+
+@pytest.mark.parametrize("with_replay", [False, True])
+def test_cuda_graphs_are_left_out_when_the_blocks_run_in_two_ways(with_replay: bool, monkeypatch) -> None:
+    given = []
+
+    def compiling(recompute: str, options: dict) -> partial:
+        given.append(options)
+        return tracing(recompute)
+
+    monkeypatch.setattr(compilation, "compiled_forward", compiling)
+    options = {"triton.cudagraphs": True, "epilogue_fusion": True}
+    assert compile_towers(RWKVCLIP(CONFIG), section(options=options), alone(), with_replay)
+    assert given == [{"epilogue_fusion": True} if with_replay else options]
+    assert options["triton.cudagraphs"]  # the configuration, which is written into the run folder, stays as it was
