@@ -26,6 +26,8 @@ class Implementation:
     name: str  # "cuda", "cpu" or "torch"
     forward: Callable
     backward: Callable
+    interpolates: bool = False
+    """Whether the kernels of lerp.py are there too, and right."""
 
 
 def prepare(device_type: str) -> str:
@@ -44,9 +46,9 @@ def implementation(device_type: str) -> Implementation:
     """The implementation for tensors on `device_type` ("cuda" or "cpu"), built on the first call."""
     if device_type == "cuda":
         _load("wkv6")
-        _load("lerp")  # of ops/lerp.py, needed beside it
         ops = torch.ops.rwkv_clip
-        return Implementation("cuda", ops.wkv6_cuda_forward.default, ops.wkv6_cuda_backward.default)
+        forward, backward = ops.wkv6_cuda_forward.default, ops.wkv6_cuda_backward.default
+        return Implementation("cuda", forward, backward, _interpolates())
     try:
         _load("wkv6_cpu")
     except UserError as error:
@@ -54,6 +56,29 @@ def implementation(device_type: str) -> Implementation:
         return Implementation("torch", wkv6_torch_forward, wkv6_torch_backward)
     ops = torch.ops.rwkv_clip
     return Implementation("cpu", ops.wkv6_cpu_forward.default, ops.wkv6_cpu_backward.default)
+
+
+def _interpolates() -> bool:
+    if torch.cuda.get_device_capability() < (8, 0):
+        return False
+    _load("lerp")
+    from .lerp_check import kernels_are_right
+
+    ops = torch.ops.rwkv_clip
+    kernels = {
+        "lerp": ops.lerp_cuda.default,
+        "lerp_backward": ops.lerp_cuda_backward.default,
+        "ddlerp": ops.ddlerp_cuda.default,
+        "ddlerp_backward": ops.ddlerp_cuda_backward.default,
+    }
+    if kernels_are_right(kernels, torch.device("cuda", torch.cuda.current_device())):
+        return True
+    logger.warning(
+        "The op lerp gives wrong results on this GPU (%s), so it is not used: training is right, and slower. Please "
+        "report it with the output of `rwkv-clip report`.",
+        torch.cuda.get_device_name(),
+    )
+    return False
 
 
 def _load(op_name: str) -> None:

@@ -36,20 +36,20 @@ for _schema in (
 
 
 def usable(x: Tensor, layout: Layout) -> bool:
-    """Whether the kernels take x [B, T, C]: bfloat16 on a GPU of compute capability 8.0 or newer, C a multiple of 32,
-    and four channels in a row that share a neighbour.
+    """Whether the kernels take x [B, T, C]: bfloat16 on a GPU of compute capability 8.0 or newer, on which they were
+    found right; C a multiple of 32, and four channels in a row that share a neighbour.
 
     The meta device stands for such a GPU, whose memory is worked out on it.
     """
     _, head_size, directions, _ = layout
     fits = x.dtype == torch.bfloat16 and x.shape[2] % 32 == 0 and x.shape[2] <= 4096
     fits = fits and head_size % (4 * directions) == 0
-    return fits and (x.device.type == "meta" or (x.device.type == GPU and _has_tensor_cores(x.device)))
+    return fits and (x.device.type == "meta" or (x.device.type == GPU and _kernels_work()))
 
 
 @torch.compiler.assume_constant_result
-def _has_tensor_cores(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (8, 0)
+def _kernels_work() -> bool:
+    return implementation("cuda").interpolates
 
 
 def _cuda_op(name: str) -> Callable:

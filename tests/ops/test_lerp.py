@@ -12,6 +12,7 @@ from lerp_cases import CASES, largest_error
 from rwkv_clip import create_model
 from rwkv_clip.model.compile import compiled_forward
 from rwkv_clip.ops import lerp
+from rwkv_clip.ops.lerp_check import kernels_are_right
 
 MOST = 1.5e-2  # of results rounded to bfloat16
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -34,7 +35,7 @@ def test_the_kernels_give_the_plain_results_in_the_emulator(case: str, emulated:
 
 
 def test_a_block_is_traced_with_them_and_gives_the_same_gradients(emulated: None, monkeypatch) -> None:
-    monkeypatch.setattr(lerp, "_has_tensor_cores", lambda device: True)
+    monkeypatch.setattr(lerp, "_kernels_work", lambda: True)
     monkeypatch.setattr(lerp, "GPU", "cpu")
     torch.manual_seed(0)
     model = create_model("RWKV-CLIP-Nano", dtype=torch.bfloat16)
@@ -50,6 +51,28 @@ def test_a_block_is_traced_with_them_and_gives_the_same_gradients(emulated: None
         traced = torch.autograd.grad(compiled(block, x, *arguments), inputs, direction)
         for a, b in zip(traced, plain, strict=True):
             torch.testing.assert_close(a, b, rtol=0.05, atol=0.02 * b.abs().max().item())
+
+
+NAMES = ("lerp", "lerp_backward", "ddlerp", "ddlerp_backward")
+
+
+def test_right_kernels_are_found_right(emulated: None) -> None:
+    assert kernels_are_right({name: getattr(torch.ops.rwkv_clip, name) for name in NAMES}, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("result", range(5))
+def test_each_wrong_result_is_found(name: str, result: int, emulated: None) -> None:
+    ops = {name: getattr(torch.ops.rwkv_clip, name) for name in NAMES}
+    right = ops[name]
+
+    def wrong(*args: object) -> list[torch.Tensor]:
+        results = list(right(*args))
+        at = result % len(results)
+        results[at] = results[at].roll(1, dims=-1)
+        return results
+
+    assert not kernels_are_right({**ops, name: wrong}, torch.device("cpu"))
 
 
 @needs_gpu
