@@ -50,13 +50,17 @@ def check_section(section: dict[str, Any], source: str) -> None:
         )
 
 
-def compile_towers(model: RWKVCLIP, config: dict[str, Any], world: World, with_replay: bool) -> bool:
+def compile_towers(
+    model: RWKVCLIP, config: dict[str, Any], world: World, with_replay: bool, with_graphs: bool = False
+) -> bool:
     """Compile the blocks as the resolved configuration's "compile" section says; True if they now run compiled.
 
     Each tower's block is tried on made-up activations of the run's shape first, forward and backward, against the plain
     block. When that fails on any rank, all go on without, after one warning.
 
     with_replay: also for passes without gradients, which accumulation over the global batch makes.
+    with_graphs: whether CUDA graphs may be used, if the section asks for them. They write a step's gradients where the
+        last step's lie, so each step must leave no `.grad` behind.
     """
     section = config.get("compile", {})
     if not section.get("enabled", False):
@@ -66,8 +70,8 @@ def compile_towers(model: RWKVCLIP, config: dict[str, Any], world: World, with_r
         return False
     started = time.monotonic()
     options = dict(section.get("options", {}))
-    if with_replay and options.pop(CUDA_GRAPHS, False):
-        logger.info("no CUDA graphs: accumulation over the global batch runs the blocks in two ways, a graph is of one")
+    if not with_graphs and options.pop(CUDA_GRAPHS, False):
+        logger.info("no CUDA graphs: they need ZeRO stage 1 on the GPU, without overlap_comm and without accumulation")
     # Errors in what the user wrote end the run; those of the compiler do not.
     forward = compiled_forward(section.get("recompute", "elementwise"), options)
     logger.info("compiling the blocks, which takes a minute or two without what an earlier run left in %s", _cache())

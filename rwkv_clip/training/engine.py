@@ -17,7 +17,7 @@ from ..model.clip import RWKVCLIP
 from .compilation import compile_towers
 from .config import ACTIVATION_CHECKPOINTING_SWITCH, checkpoints_activations, precision_name
 from .distributed import CommonError, World
-from .lean_zero import make_lean
+from .lean_zero import leaves_no_gradients, make_lean
 from .masters import set_masters
 from .optimizer import LRFactors, build_optimizer, parameter_groups
 
@@ -154,7 +154,8 @@ def build_engine(
     set_masters(engine, exact)
     set_training_mode(engine.module)
     replays = args.accumulation == "global" and config["gradient_accumulation_steps"] > 1
-    compile_towers(engine.module, config, world, replays)
+    with_graphs = config["gradient_accumulation_steps"] == 1 and leaves_no_gradients(engine.optimizer)
+    compile_towers(engine.module, config, world, replays, with_graphs)
     return engine
 
 

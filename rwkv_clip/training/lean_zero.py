@@ -52,6 +52,11 @@ def make_lean(optimizer: Any) -> bool:
     return True
 
 
+def leaves_no_gradients(optimizer: Any) -> bool:
+    """Whether a backward pass ends with the weights' `.grad` taken away, to be read no more."""
+    return hasattr(optimizer, "_gradients_are_dropped")
+
+
 def _are_views(optimizer: Any, group: int) -> bool:
     """Whether the model's weights lie in the flat buffer that a step updates."""
     flat = optimizer.bit16_groups_flat[group]

@@ -285,8 +285,8 @@ def test_an_unknown_option_of_the_compiler_ends_the_run() -> None:
         compile_towers(RWKVCLIP(CONFIG), section(options={"no_such": 1}), alone(), False)
 
 
-@pytest.mark.parametrize("with_replay", [False, True])
-def test_cuda_graphs_are_left_out_when_the_blocks_run_in_two_ways(with_replay: bool, monkeypatch) -> None:
+@pytest.mark.parametrize("with_graphs", [False, True])
+def test_cuda_graphs_are_left_out_where_gradients_stay(with_graphs: bool, monkeypatch) -> None:
     given = []
 
     def compiling(recompute: str, options: dict) -> partial:
@@ -295,6 +295,6 @@ def test_cuda_graphs_are_left_out_when_the_blocks_run_in_two_ways(with_replay: b
 
     monkeypatch.setattr(compilation, "compiled_forward", compiling)
     options = {"triton.cudagraphs": True, "epilogue_fusion": True}
-    assert compile_towers(RWKVCLIP(CONFIG), section(options=options), alone(), with_replay)
-    assert given == [{"epilogue_fusion": True} if with_replay else options]
+    assert compile_towers(RWKVCLIP(CONFIG), section(options=options), alone(), False, with_graphs)
+    assert given == [options if with_graphs else {"epilogue_fusion": True}]
     assert options["triton.cudagraphs"]  # the configuration, which is written into the run folder, stays as it was

@@ -11,7 +11,7 @@ from ranks import run_ranks
 from tiny import make_engine, make_model, make_pairs, micro_batches
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rwkv_clip.training.lean_zero import make_lean
+from rwkv_clip.training.lean_zero import leaves_no_gradients, make_lean
 from rwkv_clip.training.loss import ClipLoss
 from rwkv_clip.training.masters import set_masters
 from rwkv_clip.training.step import train_step
@@ -65,6 +65,7 @@ def train(stage: int, precision: str, clip: float, accumulation: int, lean: bool
     stage_1_and_2.has_inf_or_nan = scan
     result.weights = {name: parameter.detach().float().numpy() for name, parameter in model.named_parameters()}
     result.hooks = sum(len(p._post_accumulate_grad_hooks or {}) for p in model.parameters())
+    result.leaves_no_gradients = leaves_no_gradients(engine.optimizer)
     return result
 
 
@@ -128,8 +129,10 @@ def test_a_step_with_nan_on_one_rank_is_left_out_on_all(runs) -> None:
 def test_stage_1_runs_no_python_for_each_parameter_in_the_backward_pass(runs) -> None:
     for own, lean in runs[(1, "bf16", 0.5, 1)]:
         assert own.hooks > 0 and lean.hooks == 0
+        assert lean.leaves_no_gradients and not own.leaves_no_gradients
     for _, lean in runs[(2, "bf16", 0.5, 1)]:
         assert lean.hooks > 0  # which reduces gradients as they come
+        assert not lean.leaves_no_gradients
 
 
 class Operations(TorchDispatchMode):
