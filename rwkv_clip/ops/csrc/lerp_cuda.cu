@@ -34,8 +34,8 @@ struct RowBlock {
         : vectors(params.channels / 8), lanes(vectors < 256 ? 256 / vectors : 1), threads(vectors * lanes) {}
 };
 
-// Into how many parts kernels divide the rows: such that all their thread blocks run at once on 132 multiprocessors, for
-// 640 channels.
+// Into how many parts kernels divide the rows: such that all their thread blocks run at once on 132 multiprocessors,
+// for 640 channels.
 constexpr int kLerpParts = 660, kForwardParts = 52, kWeightsParts = 26;
 constexpr int kBackwardRows = 48;  // of a block of lerp_backward_kernel: of these there are enough to even out
 

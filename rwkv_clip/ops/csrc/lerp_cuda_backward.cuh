@@ -9,8 +9,8 @@ constexpr int kTokenWarps = 4;
 constexpr int kShareFloats = 16 * 32;  // 16 rows of one share's hidden values, as a warp holds them
 constexpr size_t kTokensSharedBytes = kTokenWarps * LERP_SHARES * kShareFloats * sizeof(float);
 
-// What does not sum over tokens. A block has 16 rows; its warps go through the channels in turn, 32 at a time, and add up
-// their parts of the hidden values' gradients in the end.
+// What does not sum over tokens. A block has 16 rows; its warps go through the channels in turn, 32 at a time, and add
+// up their parts of the hidden values' gradients in the end.
 __global__ void __launch_bounds__(32 * kTokenWarps, 2) ddlerp_tokens_kernel(const LerpJob job) {
     const LerpParams& params = job.params;
     const Lane lane;
@@ -226,8 +226,9 @@ __global__ void __launch_bounds__(32 * LERP_SHARES) ddlerp_weights_kernel(const 
 __global__ void __launch_bounds__(256) transpose_kernel(const LerpJob job) {
     const LerpParams& params = job.params;
     const int channel = 32 * blockIdx.x + threadIdx.x % 32, share = blockIdx.y;
-    const uint16_t* from = static_cast<const uint16_t*>(params.w2) + static_cast<int64_t>(share) * LERP_RANK * params.channels;
-    uint16_t* to = static_cast<uint16_t*>(params.w2t) + static_cast<int64_t>(share) * LERP_RANK * params.channels;
+    const int64_t first = static_cast<int64_t>(share) * LERP_RANK * params.channels;
+    const uint16_t* from = static_cast<const uint16_t*>(params.w2) + first;
+    uint16_t* to = static_cast<uint16_t*>(params.w2t) + first;
     for (int rank = threadIdx.x / 32; rank < LERP_RANK; rank += blockDim.x / 32) {
         to[channel * LERP_RANK + rank] = from[rank * params.channels + channel];
     }

@@ -1,5 +1,5 @@
-// rwkv_clip::lerp_cuda and the like for PyTorch. What they compute is in rwkv_clip/ops/lerp.py, which the model calls; the
-// checks here keep a direct call from reading outside a tensor.
+// rwkv_clip::lerp_cuda and the like for PyTorch. What they compute is in rwkv_clip/ops/lerp.py, which the model calls;
+// the checks here keep a direct call from reading outside a tensor.
 
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -15,10 +15,10 @@ namespace {
 
 using at::Tensor;
 
-void check_pixels(const Tensor& tensor, const Tensor& x, const char* name) {
+void check_rows(const Tensor& tensor, const Tensor& x, const char* name) {
     TORCH_CHECK(tensor.sizes() == x.sizes() && tensor.scalar_type() == at::kBFloat16 && tensor.device() == x.device(),
-                "lerp: ", name, " must be bfloat16 ", x.sizes(), " on ", x.device(), ", got ", tensor.scalar_type(), " ",
-                tensor.sizes(), " on ", tensor.device());
+                "lerp: ", name, " must be bfloat16 ", x.sizes(), " on ", x.device(), ", got ", tensor.scalar_type(),
+                " ", tensor.sizes(), " on ", tensor.device());
 }
 
 // The kernels read whole vectors.
@@ -68,7 +68,7 @@ std::vector<Tensor> set_gradients(const at::TensorList& gradients, const Tensor&
                 " gradients, got ", gradients.size());
     std::vector<Tensor> kept;
     for (int i = 0; i < params.count; ++i) {
-        check_pixels(gradients[i], x, "each gradient");
+        check_rows(gradients[i], x, "each gradient");
         kept.push_back(readable(gradients[i]));
         params.gy[i] = kept.back().data_ptr();
     }
@@ -101,8 +101,8 @@ std::tuple<Tensor, Tensor> interpolate_backward(const Tensor& x, const Tensor& c
     const std::vector<Tensor> kept = set_gradients(gradients, x, params);
     Tensor base_read, extra_read;
     if (base) {
-        check_pixels(*base, x, "base");
-        check_pixels(*extra, x, "extra");
+        check_rows(*base, x, "base");
+        check_rows(*extra, x, "extra");
         base_read = readable(*base);
         extra_read = readable(*extra);
         params.base = base_read.data_ptr();
@@ -163,7 +163,8 @@ wkv6::Gradients mix_backward(const Tensor& x, const Tensor& hidden, const Tensor
     params.extra = extra.data_ptr();
     params.g_hidden = g_hidden.data_ptr();
     const int64_t count = ddlerp_parts(&params);
-    Tensor g_w2 = at::empty_like(w2, at::MemoryFormat::Contiguous), g_c = at::empty_like(c, at::MemoryFormat::Contiguous);
+    Tensor g_w2 = at::empty_like(w2, at::MemoryFormat::Contiguous);
+    Tensor g_c = at::empty_like(c, at::MemoryFormat::Contiguous);
     const Tensor parts = at::empty({count, w2.size(0), w2.size(1) + 1, w2.size(2)}, c.options());
     params.g_w2 = g_w2.data_ptr();
     params.g_c = g_c.data_ptr<float>();
