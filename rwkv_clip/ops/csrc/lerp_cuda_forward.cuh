@@ -1,5 +1,10 @@
 // Data-dependent interpolation, and what its two directions share.
 //
+// The low-rank shares are made on the tensor cores where they are used and never stored. Columns and ranks are given to
+// the matrix instructions in another order than they lie in memory, the same for both operands, so that every lane
+// holds neighbouring channels of a token and moves them as one vector: element n of 8x8 block j is 8 (n / 2) + 2 j +
+// n % 2.
+#pragma once
 
 #include "lerp_cuda_job.cuh"
 
