@@ -84,7 +84,8 @@ class Watchdog:
         store.set(f"beat/{world.rank}", str(self._beats))
         neighbour = (world.rank + 1) % world.world_size
         beats = store.get(f"beat/{neighbour}") if store.check([f"beat/{neighbour}"]) else b""
-        self._silent = self._silent + 1 if beats and beats == self._neighbour_beats else 0
+        # One that was killed before its first beat is as silent: watchdogs start as soon as all ranks have met.
+        self._silent = self._silent + 1 if beats == self._neighbour_beats else 0
         self._neighbour_beats = beats
         if self._silent >= SILENT_LOOKS:
             message = f"rank {neighbour} ({world.hosts[neighbour]}) has been silent for {SILENT_LOOKS * INTERVAL:.0f} s"
