@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -26,8 +26,8 @@ class Implementation:
     name: str  # "cuda", "cpu" or "torch"
     forward: Callable
     backward: Callable
-    interpolates: bool = False
-    """Whether the kernels of lerp.py are there too, and right."""
+    interpolations: Mapping[str, Callable] = field(default_factory=dict)
+    """The kernels of lerp.py's ops by their names; none where there are none, or wrong ones."""
 
 
 def prepare(device_type: str) -> str:
@@ -48,7 +48,7 @@ def implementation(device_type: str) -> Implementation:
         _load("wkv6")
         ops = torch.ops.rwkv_clip
         forward, backward = ops.wkv6_cuda_forward.default, ops.wkv6_cuda_backward.default
-        return Implementation("cuda", forward, backward, _interpolates())
+        return Implementation("cuda", forward, backward, _interpolations())
     try:
         _load("wkv6_cpu")
     except UserError as error:
@@ -58,9 +58,9 @@ def implementation(device_type: str) -> Implementation:
     return Implementation("cpu", ops.wkv6_cpu_forward.default, ops.wkv6_cpu_backward.default)
 
 
-def _interpolates() -> bool:
+def _interpolations() -> Mapping[str, Callable]:
     if torch.cuda.get_device_capability() < (8, 0):
-        return False
+        return {}
     _load("lerp")
     from .lerp_check import kernels_are_right
 
@@ -72,13 +72,13 @@ def _interpolates() -> bool:
         "ddlerp_backward": ops.ddlerp_cuda_backward.default,
     }
     if kernels_are_right(kernels, torch.device("cuda", torch.cuda.current_device())):
-        return True
+        return kernels
     logger.warning(
         "The op lerp gives wrong results on this GPU (%s), so it is not used: training is right, and slower. Please "
         "report it with the output of `rwkv-clip report`.",
         torch.cuda.get_device_name(),
     )
-    return False
+    return {}
 
 
 def _load(op_name: str) -> None:

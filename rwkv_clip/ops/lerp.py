@@ -49,33 +49,18 @@ def usable(x: Tensor, layout: Layout) -> bool:
 
 @torch.compiler.assume_constant_result
 def _kernels_work() -> bool:
-    return implementation("cuda").interpolates
+    return bool(implementation("cuda").interpolations)
 
 
-def _cuda_op(name: str) -> Callable:
-    """`rwkv_clip::` + name of the compiled op, which is built or loaded first."""
-    implementation("cuda")
-    return getattr(torch.ops.rwkv_clip, name)
+def _on_a_gpu(name: str) -> Callable:
+    def run(*args: object) -> object:
+        return implementation("cuda").interpolations[name](*args)
+
+    return run
 
 
-@torch.library.impl("rwkv_clip::lerp", "cuda")
-def _lerp(*args: object) -> list[Tensor]:
-    return _cuda_op("lerp_cuda")(*args)
-
-
-@torch.library.impl("rwkv_clip::lerp_backward", "cuda")
-def _lerp_backward(*args: object) -> tuple[Tensor, Tensor]:
-    return _cuda_op("lerp_cuda_backward")(*args)
-
-
-@torch.library.impl("rwkv_clip::ddlerp", "cuda")
-def _ddlerp(*args: object) -> list[Tensor]:
-    return _cuda_op("ddlerp_cuda")(*args)
-
-
-@torch.library.impl("rwkv_clip::ddlerp_backward", "cuda")
-def _ddlerp_backward(*args: object) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return _cuda_op("ddlerp_cuda_backward")(*args)
+for _name in ("lerp", "lerp_backward", "ddlerp", "ddlerp_backward"):
+    torch.library.impl(f"rwkv_clip::{_name}", "cuda")(_on_a_gpu(_name))
 
 
 @torch.library.register_fake("rwkv_clip::lerp")
