@@ -12,6 +12,7 @@ class LerpBuilder(RWKVCUDABuilder):
     FILES = (
         "op_builder/lerp.py",
         "op_builder/cuda.py",
+        f"{CSRC}/cuda_launch.cuh",
         f"{CSRC}/lerp*",
         f"{CSRC}/wkv6_cuda_warp.cuh",
         f"{CSRC}/wkv6_binding.h",

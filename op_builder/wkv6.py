@@ -12,6 +12,7 @@ class WKV6Builder(RWKVCUDABuilder):
     FILES = (
         "op_builder/wkv6.py",
         "op_builder/cuda.py",
+        f"{CSRC}/cuda_launch.cuh",
         f"{CSRC}/wkv6.h",
         f"{CSRC}/wkv6_binding.h",
         f"{CSRC}/wkv6_cuda*",

@@ -1,4 +1,5 @@
 // Token shift and interpolation: each tensor is read or written once, 16 or 8 bytes at a time. How calls are launched.
+#include "cuda_launch.cuh"
 #include "lerp_cuda_backward.cuh"
 #include "lerp_cuda_forward.cuh"
 #include "lerp_cuda_plain.cuh"
@@ -15,16 +16,6 @@ uint32_t magic_of(int divisor) {
 LerpJob make_job(const LerpParams& params, int rows_per_part) {
     return {params, rows_per_part, divide_up(params.rows, rows_per_part), magic_of(params.layout.tokens),
             magic_of(params.layout.width)};
-}
-
-template <class Kernel>
-int launch_lerp(Kernel kernel, int grid_x, int grid_y, int threads, const LerpJob& job, size_t shared_bytes = 0) {
-#ifdef WKV6_EMULATE
-    return emulator::launch(kernel, grid_x, grid_y, threads, shared_bytes, job);
-#else
-    kernel<<<dim3(grid_x, grid_y), threads, shared_bytes, static_cast<cudaStream_t>(job.params.stream)>>>(job);
-    return cudaGetLastError();
-#endif
 }
 
 // Threads of a block that covers all channels of as many rows as it can.
@@ -77,8 +68,8 @@ int lerp_forward(const LerpParams* params) {
     if (!is_valid(*params)) return kInvalid;
     const LerpJob job = make_job(*params, rows_of_a_part(*params, kLerpParts));
     const int threads = RowBlock(*params).threads;
-    if (params->count == 1) return launch_lerp(lerp_kernel<1>, job.parts, 1, threads, job);
-    return launch_lerp(lerp_kernel<2>, job.parts, 1, threads, job);
+    if (params->count == 1) return launch(lerp_kernel<1>, job.parts, 1, threads, 0, job);
+    return launch(lerp_kernel<2>, job.parts, 1, threads, 0, job);
 }
 
 int lerp_backward(const LerpParams* params) {
@@ -86,9 +77,9 @@ int lerp_backward(const LerpParams* params) {
     if (!is_valid(*params)) return kInvalid;
     const LerpJob job = make_job(*params, kBackwardRows);
     const int threads = RowBlock(*params).threads;
-    if (params->base) return launch_lerp(lerp_backward_kernel<1, true>, job.parts, 1, threads, job);
-    if (params->count == 1) return launch_lerp(lerp_backward_kernel<1, false>, job.parts, 1, threads, job);
-    return launch_lerp(lerp_backward_kernel<2, false>, job.parts, 1, threads, job);
+    if (params->base) return launch(lerp_backward_kernel<1, true>, job.parts, 1, threads, 0, job);
+    if (params->count == 1) return launch(lerp_backward_kernel<1, false>, job.parts, 1, threads, 0, job);
+    return launch(lerp_backward_kernel<2, false>, job.parts, 1, threads, 0, job);
 }
 
 int ddlerp_forward(const LerpParams* params) {
@@ -96,9 +87,9 @@ int ddlerp_forward(const LerpParams* params) {
     if (!is_valid(*params)) return kInvalid;
     const int slabs = params->channels / 32, warps = warps_of_a_block(slabs);
     const LerpJob job = make_job(*params, rows_of_a_part(*params, kForwardParts));
-    const int error = launch_lerp(transpose_kernel, slabs, LERP_SHARES, 256, job);
+    const int error = launch(transpose_kernel, slabs, LERP_SHARES, 256, 0, job);
     if (error) return error;
-    return launch_lerp(ddlerp_kernel, slabs / warps, job.parts, 32 * warps, job);
+    return launch(ddlerp_kernel, slabs / warps, job.parts, 32 * warps, 0, job);
 }
 
 int ddlerp_backward(const LerpParams* params) {
@@ -106,21 +97,15 @@ int ddlerp_backward(const LerpParams* params) {
     if (!is_valid(*params)) return kInvalid;
     const int slabs = params->channels / 32;
     const LerpJob job = make_job(*params, rows_of_a_part(*params, kWeightsParts));
-    int error = launch_lerp(transpose_kernel, slabs, LERP_SHARES, 256, job);
-    if (!error) error = launch_lerp(ddlerp_tokens_kernel, divide_up(params->rows, 16), 1, 32 * kTokenWarps, job,
-                                     kTokensSharedBytes);
-    if (!error) error = launch_lerp(ddlerp_weights_kernel, slabs, job.parts, 32 * LERP_SHARES, job);
+    int error = launch(transpose_kernel, slabs, LERP_SHARES, 256, 0, job);
+    if (!error) error = launch(ddlerp_tokens_kernel, divide_up(params->rows, 16), 1, 32 * kTokenWarps,
+                                kTokensSharedBytes, job);
+    if (!error) error = launch(ddlerp_weights_kernel, slabs, job.parts, 32 * LERP_SHARES, 0, job);
     if (error) return error;
     const int sums = LERP_SHARES * (LERP_RANK + 1) * params->channels;
-    return launch_lerp(sum_parts_kernel, divide_up(sums, 4 * 256), 1, 256, job);
+    return launch(sum_parts_kernel, divide_up(sums, 4 * 256), 1, 256, 0, job);
 }
 
-const char* lerp_error_string(int code) {
-#ifdef WKV6_EMULATE
-    return code == emulator::kFailed ? emulator::message : code ? "sizes that the kernels do not take" : "no error";
-#else
-    return cudaGetErrorString(static_cast<cudaError_t>(code));
-#endif
-}
+const char* lerp_error_string(int code) { return wkv6::error_string(code); }
 
 }  // extern "C"

@@ -159,12 +159,6 @@ int wkv6_cuda_forward(const WKV6Params* params) { return wkv6::launch_by_type(*p
 
 int wkv6_cuda_backward(const WKV6Params* params) { return wkv6::launch_by_type(*params, true); }
 
-const char* wkv6_cuda_error_string(int code) {
-#ifdef WKV6_EMULATE
-    return code == emulator::kFailed ? emulator::message : code ? "invalid plan" : "no error";
-#else
-    return cudaGetErrorString(static_cast<cudaError_t>(code));
-#endif
-}
+const char* wkv6_cuda_error_string(int code) { return wkv6::error_string(code); }
 
 }  // extern "C"

@@ -1,6 +1,7 @@
 // How a call is cut into thread blocks, and the launches that each pair of element types compiles for itself.
 #pragma once
 
+#include "cuda_launch.cuh"
 #include "wkv6_cuda_job.cuh"
 
 namespace wkv6 {
@@ -26,22 +27,6 @@ auto with_size(const Plan& plan, Function function) {
     }
     if (plan.blocks == 5) return function(Constant<5>{}, std::false_type{});
     return function(Constant<4>{}, std::false_type{});
-}
-
-// Launches a kernel; the cudaError_t of that.
-template <class Kernel>
-int launch(Kernel kernel, int grid_x, int grid_y, int threads, size_t shared_bytes, const Job& job) {
-#ifdef WKV6_EMULATE
-    return emulator::launch(kernel, grid_x, grid_y, threads, shared_bytes, job);
-#else
-    if (shared_bytes > 48 * 1024) {
-        const cudaError_t error =
-            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
-        if (error != cudaSuccess) return error;
-    }
-    kernel<<<dim3(grid_x, grid_y), threads, shared_bytes, static_cast<cudaStream_t>(job.params.stream)>>>(job);
-    return cudaGetLastError();
-#endif
 }
 
 template <class Element, class W>
