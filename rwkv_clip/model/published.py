@@ -7,9 +7,7 @@ that was trained with the sigmoid loss has one name more, `logit_bias` of shape 
 
 from __future__ import annotations
 
-import os
 import pickle
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from torch import Tensor, nn
 
 from ..errors import UserError
 from .precise import precise_parameters
+from .whole_file import whole_file
 
 LOGIT_BIAS = "logit_bias"
 SCALARS = ("logit_scale", LOGIT_BIAS)
@@ -152,28 +151,18 @@ def save(path: str | Path, state: Mapping[str, Tensor]) -> None:
     Raises:
         UserError: another suffix, or a folder that cannot be written.
     """
-    path = Path(path)
+    path, writing = Path(path), False
     if path.suffix not in SUFFIXES:
         raise UserError(f"cannot write weights to {path}: the name must end in one of {', '.join(SUFFIXES)}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    except OSError as error:
-        raise UserError(f"cannot write weights to {path}: {error.strerror}; choose another place") from None
-    try:
-        with os.fdopen(descriptor, "wb") as file:
+        with whole_file(path) as file:
+            writing = True
             _write(file, path.suffix, dict(state))
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, 0o666 & ~_umask())
-        os.replace(name, path)
     except (OSError, RuntimeError) as error:  # torch hides a full disk behind an error of its own
         cause = error if isinstance(error, OSError) else error.__context__
         words = getattr(cause, "strerror", None) or " ".join(str(error).split())
-        raise UserError(f"cannot write weights to {path}: {words}; free some space") from None
-    finally:
-        if os.path.exists(name):
-            os.unlink(name)
+        way_out = "free some space" if writing else "choose another place"
+        raise UserError(f"cannot write weights to {path}: {words}; {way_out}") from None
 
 
 def _write(file: Any, suffix: str, state: dict[str, Tensor]) -> None:
@@ -183,10 +172,3 @@ def _write(file: Any, suffix: str, state: dict[str, Tensor]) -> None:
         file.write(to_bytes(state))
     else:
         torch.save(state, file)
-
-
-def _umask() -> int:
-    """The process's umask; the temporary file was made private, the weights need not be."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

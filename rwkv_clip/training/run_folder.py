@@ -18,6 +18,7 @@ from typing import IO, Any
 
 from ..errors import UserError
 from ..model.averaged import FINAL_WEIGHTS as FINAL_AVERAGED
+from ..model.whole_file import remove_leftovers
 
 LOCK = "run.lock"
 
@@ -58,6 +59,7 @@ class RunFolder:
         """Make the folder, see that it can be written to, and keep other jobs out of it for as long as this one lives.
 
         Rank 0 calls it. Two jobs that start at the same time both find the folder free; here one of them is refused.
+        What a job that was killed while it wrote its final weights has left is removed.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -66,6 +68,8 @@ class RunFolder:
         except OSError as error:
             raise UserError(f"cannot write to --output {self.path}: {error.strerror}; choose another folder") from None
         self.check_free(resume)
+        for weights in (self.weights, self.weights_ema):
+            remove_leftovers(weights)
 
     def _lock_it(self) -> None:
         lock = open(self.path / LOCK, "a+", encoding="utf-8")  # noqa: SIM115 - held open: closing it gives the lock up
