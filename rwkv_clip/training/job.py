@@ -45,8 +45,9 @@ def run_job(args: argparse.Namespace, world: World, stop: StopRequest) -> None:
     started = time.monotonic()
     with stop.interruptible():
         plan = make_plan(args, world)
-        if world.is_first:
-            log_to_file(plan.run.log)
+        with world.together():
+            if world.is_first:
+                log_to_file(plan.run.log)
         _introduce(plan, world)
         engine, frozen, loop = _prepare(plan, world, stop)
         stop.training_began = True

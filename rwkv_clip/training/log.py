@@ -10,6 +10,8 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+from ..errors import UserError
+
 logger = logging.getLogger("rwkv_clip.training")
 # The whole package's lines are the job's: the loader's about bad records, the op's about its build.
 _package = logging.getLogger("rwkv_clip")
@@ -39,8 +41,13 @@ class _FileHandler(logging.FileHandler):
 
 
 def log_to_file(path: Path) -> None:
-    """Append the job's lines to a file as well."""
-    handler = _FileHandler(path, encoding="utf-8")
+    """Append the job's lines to a file as well; `UserError` when it cannot be written."""
+    try:
+        handler = _FileHandler(path, encoding="utf-8")
+    except OSError as error:
+        raise UserError(
+            f"cannot write the log {path}: {error.strerror}; make it writable, or choose another --output"
+        ) from None
     handler.setFormatter(_FORMAT)
     _package.addHandler(handler)
 

@@ -2,6 +2,7 @@
 
 import socket
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -60,6 +61,18 @@ def test_an_error_of_one_rank_is_raised_on_all_with_its_host():
     results = on_ranks(phase)
     assert all(isinstance(error, CommonError) for error in results.values())
     assert {str(error) for error in results.values()} == {f"rank 1 ({socket.gethostname()}): no such data"}
+
+
+def test_a_log_that_cannot_be_written_ends_all_ranks_with_the_same_line(tmp_path, monkeypatch):
+    from rwkv_clip.training import job
+    from rwkv_clip.training.run_folder import RunFolder
+
+    run = RunFolder(tmp_path)
+    run.log.mkdir()
+    monkeypatch.setattr(job, "make_plan", lambda args, world: SimpleNamespace(run=run))
+    errors = on_ranks(lambda world: job.run_job(None, world, StopRequest()))
+    assert all(isinstance(error, CommonError) for error in errors.values()), errors
+    assert all(f"cannot write the log {run.log}: Is a directory; make it" in str(error) for error in errors.values())
 
 
 def test_the_same_error_on_all_ranks_names_none():
