@@ -21,7 +21,8 @@ RULES = (
     "Rows that cannot be packed are skipped, counted, and listed with the reason in OUT/skipped.tsv: broken or missing "
     "pictures, pictures beyond the limits above, rows without any caption, rows of a table with another number of "
     "columns than the others. In a folder, each line of the .txt beside a picture is one caption, at most "
-    f"{MAX_CAPTIONS} (further lines are left out); or each folder of .txt files, beside folders of pictures, is one."
+    f"{MAX_CAPTIONS} (further lines are left out); or each folder of .txt files, beside folders of pictures, is one. "
+    "In JSON and parquet a caption column may hold a list of captions; a list of numbers is one caption's token ids."
 )
 
 

@@ -178,6 +178,35 @@ def test_captions_may_be_keys_an_object_or_token_ids(folder):
     assert source.caption_names == ["web", "llm"] and read_all(source) == [["W", [49406, 320, 49407]]]
 
 
+def test_a_caption_key_may_hold_a_list_of_captions(folder):
+    rows = [["one", "two"], [None, 3], "bare text", [], [49406, 320, 49407], ["1", "2", "3"], [["nested", 1]]]
+    lines = "".join(json.dumps({"image": "a.jpg", "caption": row}) + "\n" for row in rows)
+    source = indexed(write(folder / "t.jsonl", lines))
+    assert source.caption_names == ["caption0", "caption1", "caption2"]
+    assert read_all(source) == [
+        ["one", "two", None],
+        [None, "3", None],
+        ["bare text", None, None],
+        [[], None, None],
+        [[49406, 320, 49407], None, None],
+        ["1", "2", "3"],
+        "caption is no text",
+    ]
+
+
+def test_lists_of_captions_beside_other_captions_and_of_eight_and_more(folder):
+    table = write(folder / "t.jsonl", '{"image": "a.jpg", "raw": ["R"], "generated": ["G", "H"], "synthetic": "S"}\n')
+    source = indexed(table)
+    assert source.caption_names == ["raw", "synthetic", "generated0", "generated1"]
+    assert read_all(source) == [["R", "S", "G", "H"]]
+    table = write(folder / "t.jsonl", json.dumps({"image": "a.jpg", "sentences": list("abcdefghij")}) + "\n")
+    source = indexed(table, caption_columns=["sentences"])
+    assert source.caption_names == [f"sentences{i}" for i in range(8)] and read_all(source) == [list("abcdefgh")]
+    table = write(folder / "t.jsonl", json.dumps({"image": "a.jpg", "text": list("abcdefgh"), "title": "t"}) + "\n")
+    with pytest.raises(UserError, match="9 captions a row; a record holds 1 to 8"):
+        indexed(table)
+
+
 def test_odd_json_values_are_a_fault_of_their_row(folder):
     lines = [
         '{"image": "a.jpg", "captions": ["fine"]}',

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import shutil
 import tarfile
 from pathlib import Path
@@ -55,6 +56,21 @@ def test_tar_captions_may_be_several_texts_or_keys_of_the_json(tmp_path):
         tmp_path / "b.tar", {"1.jpg": b"x", "1.json": b'{"caption": "C", "n": 1}', "2.png": b"x", "2.json": b"{"}
     )
     assert read_all(indexed(tar)) == [["C"], "not JSON"]
+
+
+def test_keys_of_a_tar_s_json_and_parquet_columns_may_hold_lists_of_captions(tmp_path):
+    rows = {"1": ["one", "two"], "2": "bare", "3": [49406, 320, 49407]}
+    members = {f"{key}.jpg": b"x" for key in rows}
+    members |= {f"{key}.json": json.dumps({"caption": value}).encode() for key, value in rows.items()}
+    source = indexed(make_tar(tmp_path / "a.tar", dict(sorted(members.items()))))
+    assert source.caption_names == ["caption0", "caption1"]
+    assert read_all(source) == [["one", "two"], ["bare", None], [[49406, 320, 49407], None]]
+    pytest.importorskip("pyarrow.parquet")
+    columns = {"caption": [["one", "two"], ["only"]], "raw_ids": [[49406, 49407], [49406, 320, 49407]]}
+    table = write_parquet(tmp_path / "t.parquet", image=[b"x", b"y"], **columns)
+    source = indexed(table, caption_columns=["caption", "raw_ids"])
+    assert source.caption_names == ["caption0", "caption1", "raw_ids"]
+    assert read_all(source) == [["one", "two", [49406, 49407]], ["only", None, [49406, 320, 49407]]]
 
 
 def test_many_tars_are_indexed_side_by_side_and_a_cut_one_gives_its_whole_rows(tmp_path, capfd):

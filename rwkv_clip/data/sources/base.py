@@ -194,6 +194,44 @@ def json_caption(value: Any) -> str | list | None:
     raise RowError("caption is no text", f"{value!r}"[:80])
 
 
+class CaptionLists:
+    """Captions of columns in which a row's value may be one caption or a list of them.
+
+    A list is several captions unless all in it are numbers: those are one caption's token ids. A column with such lists
+    gives as many captions as the longest of them has, NAME0, NAME1, ...; further items are left out.
+
+    Args:
+        columns: names of the columns.
+        sample: some rows, values by column, which tell the lengths.
+        what: where they are from, for messages.
+
+    Attributes:
+        names: a name for each caption of a row.
+    """
+
+    def __init__(self, columns: Sequence[str], sample: Sequence[Mapping[str, Any]], what: str):
+        most = MAX_CAPTIONS if len(columns) == 1 else None
+        self._lengths = [
+            (name, max((len(_items(row.get(name))[:most]) for row in sample), default=1)) for name in columns
+        ]
+        self.names = [f"{name}{i}" if length > 1 else name for name, length in self._lengths for i in range(length)]
+        check_number_of_captions(len(self.names), what)
+
+    def of(self, values: Mapping[str, Any]) -> list[str | list | None]:
+        """One row's captions, None for those that are missing, from its values by column."""
+        captions: list[str | list | None] = []
+        for name, length in self._lengths:
+            items = _items(values.get(name))[:length]
+            captions += [json_caption(item) for item in items] + [None] * (length - len(items))
+        return captions
+
+
+def _items(value: Any) -> list:
+    """The captions in a JSON value, at least one."""
+    is_several = isinstance(value, list) and not all(type(item) in (int, float) for item in value)
+    return value if is_several else [value]
+
+
 def map_in_processes(function: Callable, items: Sequence) -> list:
     """`[function(item), ...]`, several items in processes of their own, one a core."""
     workers = min(len(items), len(os.sched_getaffinity(0)))

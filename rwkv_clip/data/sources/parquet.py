@@ -21,24 +21,27 @@ from ...errors import UserError
 from .base import (
     Arrays,
     Bytes,
+    CaptionLists,
     Row,
     RowError,
     Source,
     choose_caption_columns,
     choose_image_column,
-    json_caption,
     map_in_processes,
     read_image,
 )
 
 BATCH_ROWS = 256
+# So many rows tell how many captions the lists in a column hold.
+SAMPLE_ROWS = 1000
 
 
 class ParquetSource(Source):
     """One parquet file or a folder of them, all with the same columns.
 
     The image column holds bytes, a struct with `bytes` and `path` (as Hugging Face writes it), or a path relative to
-    `images` (default: the file's folder). A caption column holds text, or lists of token ids.
+    `images` (default: the file's folder). A caption column holds text, lists of texts (see `CaptionLists`), or lists of
+    token ids.
     """
 
     kind = "parquet files"
@@ -60,9 +63,9 @@ class ParquetSource(Source):
         columns = _columns(self.files[0])
         what = str(self.files[0])
         self.image_column = choose_image_column(columns, self.image_column, what)
-        self.caption_columns = self.caption_names = choose_caption_columns(
-            columns, self.image_column, self.caption_columns, what
-        )
+        self.caption_columns = choose_caption_columns(columns, self.image_column, self.caption_columns, what)
+        self._lists = CaptionLists(self.caption_columns, _first_rows(self.files[0], self.caption_columns), what)
+        self.caption_names = self._lists.names
         if self.key_column is not None and self.key_column not in columns:
             raise UserError(f"{what} has no column {self.key_column!r}; it has {', '.join(columns)}")
         names = [*self.caption_columns, *([self.key_column] if self.key_column else [])]
@@ -100,8 +103,7 @@ class ParquetSource(Source):
             raise RowError("no image", f"column {self.image_column} is empty")
         if kind == _PATH:
             image = read_image(self.images / os.fsdecode(image))
-        captions = self._values(i)[: len(self.caption_columns)]
-        return Row(image, [json_caption(value) for value in captions])
+        return Row(image, self._lists.of(dict(zip(self.caption_columns, self._values(i), strict=False))))
 
     def _values(self, i: int) -> list[Any]:
         """The caption columns' values, then the key's."""
@@ -130,6 +132,15 @@ def _columns(file: Path) -> list[str]:
     try:
         return list(_parquet().read_schema(file).names)
     except (OSError, ValueError) as error:  # pyarrow's own errors are ValueErrors
+        raise UserError(f"{file} cannot be read as parquet: {error}") from None
+
+
+def _first_rows(file: Path, columns: list[str]) -> list[dict[str, Any]]:
+    try:
+        with _parquet().ParquetFile(file) as reader:
+            batch = next(reader.iter_batches(SAMPLE_ROWS, columns=columns), None)
+            return batch.to_pylist() if batch is not None else []
+    except (OSError, ValueError) as error:
         raise UserError(f"{file} cannot be read as parquet: {error}") from None
 
 

@@ -18,6 +18,7 @@ from .base import (
     MAX_CAPTIONS,
     Arrays,
     Bytes,
+    CaptionLists,
     Row,
     RowError,
     Source,
@@ -199,20 +200,22 @@ class CsvSource(_ColumnSource):
 class JsonlSource(TableSource):
     """One JSON object a line: the picture's path under a usual image name, and captions.
 
-    Captions are the list or the object under "captions", or the values of caption keys. Text and numbers are captions
-    (numbers as JSON spells them), null or an absent key is a missing one, and a list of integers is token ids.
+    Captions are the list or the object under "captions", or the values of caption keys, each a caption or a list of
+    some (see `CaptionLists`). Text and numbers are captions (numbers as JSON spells them), null or an absent key is a
+    missing one, and a list of integers is token ids.
     """
 
     kind = "JSON lines"
 
     def _understand(self, sample: list[bytes]) -> int:
         keys: dict[str, None] = {}
-        width, named = 0, {}
+        width, named, rows = 0, {}, []
         for line in sample:
             try:
                 value = self._object(line)
             except RowError:
                 continue
+            rows.append(value)
             keys.update(dict.fromkeys(value))
             captions = value.get("captions")
             if isinstance(captions, list):
@@ -231,7 +234,8 @@ class JsonlSource(TableSource):
             self.caption_columns = choose_caption_columns(
                 list(keys), self.image_column, self.caption_columns, str(self.path)
             )
-            self.caption_names = self.caption_columns
+            self._lists = CaptionLists(self.caption_columns, rows, str(self.path))
+            self.caption_names = self._lists.names
         return 0
 
     def _value(self, line: bytes, column: str) -> Any:
@@ -248,17 +252,17 @@ class JsonlSource(TableSource):
 
     def _parse(self, line: bytes) -> tuple[Any, list]:
         value = self._object(line)
-        captions = value
-        if self._in_captions:
-            captions = value.get("captions")
-            if isinstance(captions, (str, int, float)):
-                captions = [captions]
-            if isinstance(captions, list):
-                captions = dict(zip(self.caption_columns, captions, strict=False))
-            elif captions is None:
-                captions = {}
-            elif not isinstance(captions, dict):
-                raise RowError("captions are no list", f"a {type(captions).__name__}")
+        if not self._in_captions:
+            return value.get(self.image_column), self._lists.of(value)
+        captions = value.get("captions")
+        if isinstance(captions, (str, int, float)):
+            captions = [captions]
+        if isinstance(captions, list):
+            captions = dict(zip(self.caption_columns, captions, strict=False))
+        elif captions is None:
+            captions = {}
+        elif not isinstance(captions, dict):
+            raise RowError("captions are no list", f"a {type(captions).__name__}")
         return value.get(self.image_column), [json_caption(captions.get(name)) for name in self.caption_columns]
 
 

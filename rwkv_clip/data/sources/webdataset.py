@@ -15,12 +15,11 @@ from ...errors import UserError
 from .base import (
     Arrays,
     Bytes,
+    CaptionLists,
     Row,
     RowError,
     Source,
-    check_number_of_captions,
     choose_caption_columns,
-    json_caption,
     map_in_processes,
 )
 from .folder import IMAGE_SUFFIXES
@@ -33,8 +32,9 @@ class WebDatasetSource(Source):
     """One tar or a folder of tars. The key of a member is its name up to the first dot after the last slash.
 
     A row has a picture member (.jpg, .png, ...), and captions: its text members (`.txt` is the caption "txt",
-    `.raw.txt` the caption "raw"), or without any the values of the `.json` member under usual caption names. With
-    `caption_columns` each name is looked up among the text members, then in the `.json`.
+    `.raw.txt` the caption "raw"), or without any the values of the `.json` member under usual caption names, each one
+    caption or a list of some (see `CaptionLists`). With `caption_columns` each name is looked up among the text
+    members, then in the `.json`.
     """
 
     kind = "WebDataset tars"
@@ -91,25 +91,23 @@ class WebDatasetSource(Source):
         members = self._members(i)
         if IMAGE not in members:
             raise RowError("no picture", f"only {', '.join(members)}")
-        captions: list[Any] = [None] * len(self.caption_names)
-        for position, name in enumerate(self.caption_columns):
+        captions: dict[str, Any] = {}
+        for name in self.caption_columns:
             if name in members and name not in (IMAGE, JSON):
-                captions[position] = self._read(i, members[name]).decode("utf-8", "replace")
-        if JSON in members and None in captions:
+                captions[name] = self._read(i, members[name]).decode("utf-8", "replace")
+        if JSON in members and not captions.keys() >= set(self.caption_columns):
             try:
                 value = json.loads(self._read(i, members[JSON]))
             except (ValueError, RecursionError) as error:
                 raise RowError("not JSON", str(error)[:80]) from None
             if isinstance(value, dict):
-                captions = [
-                    json_caption(value.get(name)) if caption is None else caption
-                    for name, caption in zip(self.caption_columns, captions, strict=True)
-                ]
-        return Row(self._read(i, members[IMAGE]), captions)
+                captions = value | captions
+        return Row(self._read(i, members[IMAGE]), self._lists.of(captions))
 
     def _understand(self) -> None:
         found: dict[str, None] = {}
         keys: dict[str, None] = {}
+        rows = []
         for i in range(min(SAMPLE_ROWS, self._num_rows)):
             members = self._members(i)
             found.update(dict.fromkeys(members))
@@ -118,6 +116,7 @@ class WebDatasetSource(Source):
                     value = json.loads(self._read(i, members[JSON]))
                 except (ValueError, RecursionError):
                     continue
+                rows += [value] if isinstance(value, dict) else []
                 keys.update(dict.fromkeys(value if isinstance(value, dict) else ()))
         texts = [name for name in found if name not in (IMAGE, JSON)]
         if self.caption_columns or not texts:
@@ -125,8 +124,8 @@ class WebDatasetSource(Source):
             self.caption_columns = choose_caption_columns([*texts, *keys], IMAGE, self.caption_columns, what)
         else:
             self.caption_columns = texts
-        self.caption_names = self.caption_columns
-        check_number_of_captions(len(self.caption_names), str(self.tars[0]))
+        self._lists = CaptionLists(self.caption_columns, rows, str(self.tars[0]))
+        self.caption_names = self._lists.names
 
     def _members(self, i: int) -> dict[str, tuple[int, int]]:
         """Kind -> (start, end) of each member of row `i`, the first of a kind."""
