@@ -24,6 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", type=COUNT, default=1, help="of all machines together (default: %(default)s)")
     parser.add_argument("--gradient-accumulation", type=COUNT, help="forward passes per step, unless the JSON says it")
     parser.add_argument("--loss-chunk", type=COUNT_OR_ZERO, default=0, help="as for training")
+    parser.add_argument("--ema-decay", metavar="DECAY", help="as for training: averaged weights take memory too")
+    parser.add_argument("--lock-image", action="store_true", help="as for training: a tower that does not learn")
+    parser.add_argument("--lock-text", action="store_true", help="likewise")
     parser.add_argument("--data", metavar="PATH", help="packed data set: adds the steps of an epoch")
     parser.add_argument(
         "--rate",
@@ -53,12 +56,16 @@ def forecast(args: argparse.Namespace) -> dict:
         ("--deepspeed_config", args.config),
         ("--batch-size", args.batch),
         ("--gradient-accumulation", args.gradient_accumulation),
+        ("--ema-decay", args.ema_decay),
     ):
         words += [flag, str(value)] if value is not None else []
+    words += ["--lock-image"] * args.lock_image + ["--lock-text"] * args.lock_text
+    training = parse_arguments(words)
     model_config = load_config(args.model)
-    config, sizes = resolve_config(read_config(args.config), parse_arguments(words), args.gpus)
+    config, sizes = resolve_config(read_config(args.config), training, args.gpus)
+    averaged = training.ema_decay is not None
     try:
-        memory = step_memory(model_config, config, sizes, args.loss_chunk)
+        memory = step_memory(model_config, config, sizes, args.loss_chunk, averaged, args.lock_image, args.lock_text)
     except RuntimeError as error:
         if "overflow" not in str(error):
             raise
@@ -98,6 +105,7 @@ def lines(figures: dict) -> list[str]:
         f"{figures['global_batch']}",
         f"  weights                            {gib('weights')}",
         f"  fp32 masters and AdamW's moments   {gib('masters_and_moments')}",
+        *([f"  averaged weights                   {gib('averages')}"] if figures["averages"] else []),
         f"  activations, at their most         {gib('activations')}",
         f"  gradients, in the optimizer's step {gib('gradients')}",
         f"peak memory per GPU                  {gib('peak')}{' at most' if figures['is_upper_bound'] else ''}",

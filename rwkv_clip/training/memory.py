@@ -24,6 +24,7 @@ from ..model.compile import compiled_forward
 from ..model.config import ModelConfig
 from .config import BatchSizes, checkpoints_activations, precision_name
 from .config_values import AUTO
+from .engine import lock_towers, set_training_mode
 from .loss import ClipLoss
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -44,6 +45,8 @@ class StepMemory:
 
     weights: int
     masters_and_moments: int
+    averages: int
+    """Averaged weights, if there are any."""
     gradients: int
     """Of the weights, at the step's end; with accumulation also while activations are held."""
     activations: int
@@ -91,14 +94,25 @@ class LiveBytes(TorchDispatchMode):
 
 
 def step_memory(
-    model_config: ModelConfig, config: dict[str, Any], sizes: BatchSizes, loss_chunk: int = 0
+    model_config: ModelConfig,
+    config: dict[str, Any],
+    sizes: BatchSizes,
+    loss_chunk: int = 0,
+    averaged: bool = False,
+    lock_image: bool = False,
+    lock_text: bool = False,
 ) -> StepMemory:
-    """Memory of one GPU under a resolved DeepSpeed configuration."""
+    """Memory of one GPU under a resolved DeepSpeed configuration.
+
+    averaged: whether averages of the weights are kept (--ema-decay). lock_image, lock_text: towers that do not learn.
+    """
     precision = precision_name(config)
     with torch.device("meta"):
         model = RWKVCLIP(model_config)
+    lock_towers(model, lock_image, lock_text)
     count = sum(parameter.numel() for parameter in model.parameters())
-    model.to(DTYPES[precision]).train()
+    learned = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    set_training_mode(model.to(DTYPES[precision]))
     width = DTYPES[precision].itemsize
     recompute = None
     if config.get("compile", {}).get("enabled", False):
@@ -106,12 +120,14 @@ def step_memory(
     activations = activation_bytes(model, sizes.micro, checkpoints_activations(config), recompute, loss_chunk)
     rows = min(loss_chunk, sizes.micro) if loss_chunk else sizes.micro
     activations += _LOGIT_COPIES * 4 * rows * sizes.micro * (sizes.world_size - 1)
-    states, buffers, temporary = _states(config, count, width, sizes.world_size)
-    weights, gradients = count * width, count * width
-    fixed = weights + states + buffers
+    states, averages, buffers, temporary = _states(config, learned, width, sizes.world_size)
+    averages *= averaged
+    weights, gradients = count * width, learned * width
+    fixed = weights + states + averages + buffers
     return StepMemory(
         weights=weights,
         masters_and_moments=states,
+        averages=averages,
         gradients=gradients,
         activations=activations,
         backward=fixed + activations + (gradients if sizes.accumulation > 1 else 0),
@@ -119,12 +135,15 @@ def step_memory(
     )
 
 
-def _states(config: dict[str, Any], count: int, width: int, world_size: int) -> tuple[int, int, int]:
-    """(masters and moments, DeepSpeed's buffers, what its step needs beside the gradients) of one rank, in bytes."""
+def _states(config: dict[str, Any], count: int, width: int, world_size: int) -> tuple[int, int, int, int]:
+    """What `count` learned weights take on one rank, in bytes.
+
+    (masters and moments, averages of the masters, DeepSpeed's buffers, what its step needs beside the gradients)
+    """
     section = config["zero_optimization"]
     stage = section["stage"]
     if stage == 0:
-        return (8 if width == 4 else 12) * count, 0, 0 if width == 4 else 4 * count
+        return (8 if width == 4 else 12) * count, 4 * count, 0, 0 if width == 4 else 4 * count
     offloaded = section.get("offload_optimizer", {}).get("device", "none") == "cpu"
     share = -(-count // world_size)
     # Stage 2 reduces gradients while the backward pass goes on, through one or two buffers.
@@ -134,8 +153,8 @@ def _states(config: dict[str, Any], count: int, width: int, world_size: int) -> 
     if config.get("data_types", {}).get("grad_accum_dtype") == "fp32" and width == 2 and stage == 1:
         buffers += 4 * count  # BF16_Optimizer keeps fp32 gradients of all weights
     if offloaded:
-        return 0, buffers, bucket
-    return 12 * share, buffers, (width + 4) * share
+        return 0, 0, buffers, bucket  # averages lie beside the masters
+    return 12 * share, 4 * share, buffers, (width + 4) * share
 
 
 def activation_bytes(
@@ -151,19 +170,22 @@ def activation_bytes(
         if checkpointed:
             model.set_activation_checkpointing(partial(checkpoint, use_reentrant=False, preserve_rng_state=False))
         return _run(model, batch, loss_chunk)
-    held = 0
+    held = work = 0
     for tower, tokens in (
         (model.image_model, image_tokens(model)),
         (model.text_model, model.config.text.context_length),
     ):
         weight = next(tower.parameters())
         unit = batch * tokens * tower.config.width * weight.element_size()
-        block = batch * kept_by_compiled_block(model.config, tower is model.image_model, recompute, weight.dtype)
-        held += tower.config.depth * (unit if checkpointed else block)
-        # The text tower's last block is the first to need more, when everything else is still held.
-        last = _COMPILED_WORK * unit + (block if checkpointed else 0)
         tower.block_runner = _keep_nothing
-    return _run(model, batch, loss_chunk) + held + last
+        if weight.requires_grad:
+            block = batch * kept_by_compiled_block(model.config, tower is model.image_model, recompute, weight.dtype)
+            held += tower.config.depth * (unit if checkpointed else block)
+            # The text tower's last block is the first to need more, when everything else is still held.
+            work = _COMPILED_WORK * unit + (block if checkpointed else 0)
+        else:  # a locked tower keeps nothing; its blocks need room to work in, one after the other
+            work = max(work, _COMPILED_WORK * unit)
+    return _run(model, batch, loss_chunk) + held + work
 
 
 def image_tokens(model: RWKVCLIP) -> int:

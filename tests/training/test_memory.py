@@ -15,6 +15,7 @@ from rwkv_clip.model.clip import RWKVCLIP
 from rwkv_clip.model.config import load_config
 from rwkv_clip.ops import lerp
 from rwkv_clip.training import memory
+from rwkv_clip.training.engine import lock_towers, set_training_mode
 from rwkv_clip.training.loss import ClipLoss
 from rwkv_clip.training.memory import LiveBytes, activation_bytes, kept_by_compiled_block
 
@@ -134,6 +135,52 @@ def test_states_are_divided_over_the_gpus_and_offloading_takes_them_away(capsys)
     assert states("zero1_bf16_offload", 8) == 0
 
 
+def test_averaged_weights_take_a_copy_of_the_masters(capsys):
+    def figures(config: str, *words: object) -> dict:
+        return plan(capsys, "--model", "Nano", "--batch", 8, "--config", CONFIGS / f"{config}.json", *words)
+
+    count = sum(parameter.numel() for parameter in on_meta(load_config("Nano")).parameters())
+    for config, gpus, bytes_each in (("zero1_bf16", 1, 4), ("zero1_bf16", 8, 0.5), ("zero1_bf16_offload", 1, 0)):
+        without = figures(config, "--gpus", gpus)
+        averaged = figures(config, "--gpus", gpus, "--ema-decay", 0.999)
+        assert without["averages"] == 0 and averaged["averages"] == pytest.approx(bytes_each * count, abs=4)
+        assert averaged["peak"] - without["peak"] == averaged["averages"]
+
+
+@pytest.mark.parametrize("tower", ["image", "text"])
+def test_a_locked_tower_has_weights_and_nothing_else(capsys, tower):
+    words = ["--model", "Nano", "--batch", 64, "--config", CONFIGS / "zero1_bf16.json", "--ema-decay", 0.999]
+    free, locked = plan(capsys, *words), plan(capsys, *words, f"--lock-{tower}")
+    model = on_meta(load_config("Nano"))
+    frozen = sum(parameter.numel() for parameter in getattr(model, f"{tower}_model").parameters())
+    learned = sum(parameter.numel() for parameter in model.parameters()) - frozen
+    assert locked["weights"] == free["weights"]
+    assert locked["masters_and_moments"] == 12 * learned and locked["averages"] == 4 * learned
+    assert locked["gradients"] == 2 * learned and locked["activations"] < 0.8 * free["activations"]
+
+
+@pytest.mark.parametrize("tower", ["image", "text"])
+def test_compiled_blocks_of_a_locked_tower_keep_nothing(tower):
+    model, locked = on_meta(load_config("Nano"), torch.bfloat16), on_meta(load_config("Nano"), torch.bfloat16)
+    lock_towers(locked, tower == "image", tower == "text")
+    kept = kept_by_compiled_block(model.config, tower == "image", "elementwise", torch.bfloat16)
+    less = activation_bytes(model, 64, recompute="elementwise") - activation_bytes(locked, 64, recompute="elementwise")
+    assert less >= 64 * 4 * kept  # which has four blocks
+
+
+def test_a_pass_with_a_locked_tower_counts_what_a_real_one_holds(monkeypatch):
+    without_kernels(monkeypatch)
+    nano = load_config("Nano")
+    config = dataclasses.replace(nano, text=dataclasses.replace(nano.text, vocab_size=50))
+    models = [RWKVCLIP(config), on_meta(config)]
+    for model in models:
+        lock_towers(model, True, False)
+        set_training_mode(model)
+    with LiveBytes() as live:
+        ClipLoss()(*models[0](torch.randn(8, 3, 48, 48), torch.randint(50, (8, 40)))).loss.backward()
+    assert activation_bytes(models[1], 8) == pytest.approx(live.peak, rel=0.02)
+
+
 def test_logits_of_all_gpus_count_unless_they_are_chunked(capsys):
     def peak(*words: object) -> int:
         return plan(capsys, "--model", "Nano", "--batch", 256, "--config", CONFIGS / "zero2_bf16.json", *words)[
@@ -181,6 +228,8 @@ def test_a_bucket_size_left_to_deepspeed_is_its_default(capsys, tmp_path):
         (["--batch", "0"], "--batch-size: must be at least 1"),
         (["--batch", "2000000000"], "lower it"),
         (["--batch", "8", "--loss", "4"], "--loss"),
+        (["--batch", "8", "--ema-decay", "2"], "--ema-decay: must be at least 0.5"),
+        (["--batch", "8", "--lock-image", "--lock-text"], "--lock-image and --lock-text together"),
     ],
 )
 def test_a_mistake_is_answered_in_one_line(capsys, words, message):
