@@ -190,6 +190,40 @@ SECTION_KEYS = {
     "comms_logger": {"enabled", "prof_all", "prof_ops", "verbose", "debug"},
 }
 
+# Keys that act with some settings only, with the others' reason why they do not.
+_IN_NO_STAGE = ("allgather_bucket_size", "allgather_partitions")
+_WITH_OFFLOAD = ("ignore_unused_parameters",)
+_OF_DEEPSPEED_S_REDUCTION = ("reduce_bucket_size", "use_multi_rank_bucket_allreduce", "contiguous_gradients")
+_SCALING = ("prescale_gradients", "gradient_predivide_factor")
+_AT_ONCE = (
+    "with ZeRO stage 1 the gradients of a parameter group are averaged over the ranks at once, after the backward pass"
+)
+
+
+def keys_without_effect(values: dict[str, Any], reduces_at_once: bool) -> dict[str, list[str]]:
+    """Keys that are written in a JSON that is not refused, and do nothing beside its other settings, by the reason.
+
+    values: the JSON, resolved or not. reduces_at_once: whether gradients are reduced by lean_zero.py instead of
+    DeepSpeed.
+    """
+    section = values.get("zero_optimization", {})
+    stage = section.get("stage", 0)
+    if stage == 0:
+        keys = [key for key in section if key not in ("stage", "offload_optimizer")]
+        return {"they serve ZeRO, and zero_optimization.stage is 0": keys} if keys else {}
+    offloads = section.get("offload_optimizer", {}).get("device", "none") != "none"
+    reasons: dict[str, list[str]] = {}
+    for keys, reason in (
+        (_OF_DEEPSPEED_S_REDUCTION if reduces_at_once else (), _AT_ONCE),
+        (_IN_NO_STAGE, "after a step each group's weights are gathered at once"),
+        (() if offloads else _WITH_OFFLOAD, "a parameter without a gradient counts as one whose gradient is zero"),
+    ):
+        if found := [key for key in section if key in keys]:
+            reasons[reason] = found
+    if reduces_at_once and (found := [key for key in values if key in _SCALING]):
+        reasons[_AT_ONCE] = reasons.get(_AT_ONCE, []) + found
+    return reasons
+
 
 def check_keys(values: dict[str, Any], source: str) -> None:
     """`UserError` for a key that would have no effect here. source: what to call the JSON."""

@@ -16,8 +16,10 @@ from ..errors import UserError
 from ..model.clip import RWKVCLIP
 from .compilation import compile_towers
 from .config import ACTIVATION_CHECKPOINTING_SWITCH, checkpoints_activations, precision_name
+from .config_keys import keys_without_effect
 from .distributed import CommonError, World
 from .lean_zero import leaves_no_gradients, make_lean
+from .log import logger
 from .masters import set_masters
 from .optimizer import LRFactors, build_optimizer, parameter_groups
 
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 _TENSORBOARD_OFF = {"enabled": False}
 # Sections of the JSON that DeepSpeed looks at only when it makes the engine.
 _JUDGED_LATE = ("optimizer", "scheduler", "data_types", "torch_autocast", "log_level", "wandb", "csv_monitor", "comet")
+# What DeepSpeed's Adam and PyTorch's both know, and the key by which DeepSpeed tells Adam from AdamW.
+_ADAM_PARAMS = {"lr", "betas", "eps", "weight_decay", "adam_w_mode"}
 
 
 def deepspeed_form(config: dict[str, Any]) -> dict[str, Any]:
@@ -128,6 +132,8 @@ def build_engine(
         deepspeed.checkpointing.configure(None, deepspeed_config=form)
         model.set_activation_checkpointing(deepspeed.checkpointing.non_reentrant_checkpoint)
     optimizer, groups = _optimizer(model, config, args)
+    if world.device.type == "cpu":
+        _take_pytorch_s_adamw(form.get("optimizer", {}))
     try:
         engine, *_ = deepspeed.initialize(
             args=SimpleNamespace(device_rank=world.device.index or 0),
@@ -150,13 +156,28 @@ def build_engine(
         set_log_level_from_string("info")  # the level at which DeepSpeed prints them
     # Its events have x = samples; the monitors themselves are used by the run's writer.
     engine.monitor.enabled = False
+    if optimizer is None:
+        kind = type(engine.basic_optimizer)
+        logger.info("optimizer of the DeepSpeed JSON: %s of %s", kind.__name__, kind.__module__)
     make_lean(engine.optimizer)
+    for reason, keys in keys_without_effect(config, leaves_no_gradients(engine.optimizer)).items():
+        logger.info("without effect in the DeepSpeed JSON: %s, since %s", ", ".join(keys), reason)
     set_masters(engine, exact)
     set_training_mode(engine.module)
     replays = args.accumulation == "global" and config["gradient_accumulation_steps"] > 1
     with_graphs = config["gradient_accumulation_steps"] == 1 and leaves_no_gradients(engine.optimizer)
     compile_towers(engine.module, config, world, replays, with_graphs)
     return engine
+
+
+def _take_pytorch_s_adamw(section: dict[str, Any]) -> None:
+    """On a CPU let a JSON's Adam or AdamW be PyTorch's fused one, which unlike DeepSpeed's needs no compiler.
+
+    section: the JSON's optimizer, changed in place. One that sets what PyTorch's does not know stays DeepSpeed's.
+    """
+    params = section.get("params", {})
+    if section.get("type", "").lower() in ("adam", "adamw") and params.keys() <= _ADAM_PARAMS:
+        params |= {"torch_adam": True, "fused": True}
 
 
 def _optimizer(

@@ -24,7 +24,7 @@ _PUBLISHED = {
     "--drop-path": "use --drop-path-rate",
     "--cfg": _MODEL,
     "--opts": _MODEL,
-    "--bucket-cap-mb": "set zero_optimization.reduce_bucket_size in the DeepSpeed JSON",
+    "--bucket-cap-mb": "set zero_optimization.reduce_bucket_size in the DeepSpeed JSON, for ZeRO stage 2",
     "--static-graph": _STATIC_GRAPH,
     "--find-unused-parameters": "it belongs to DistributedDataParallel; every parameter is used",
     "--sync-bn": _NO_BATCH_NORM,
