@@ -27,6 +27,8 @@ ENGINES = {
 
 
 def main(config: str, weights: str, out: Path) -> None:
+    # Gloo alone: DeepSpeed would first compile its shared-memory collective, for a minute.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo", verbose=False)
     exact = {name: value.float() for name, value in read_state_dict(weights).items()}
     for name, settings in ENGINES.items():
