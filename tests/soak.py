@@ -17,11 +17,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import multiprocessing
 import os
 import random
 import re
-import runpy
 import signal
 import sys
 import tempfile
@@ -35,9 +33,8 @@ import psutil  # noqa: E402
 from jobs import (  # noqa: E402
     CONFIGS,
     Job,
-    Result,
+    WarmJob,
     environment,
-    free_port,
     metrics,
     pictures,
     write_data,
@@ -49,10 +46,6 @@ from rwkv_clip.model.published import read_state_dict  # noqa: E402
 
 # The ranks' environment, before the server that they are forks of starts.
 os.environ.update(environment())
-_warm = multiprocessing.get_context("forkserver")
-_warm.set_forkserver_preload(
-    ["torch", "deepspeed", "rwkv_clip.training.job", "deepspeed.runtime.zero.muon.muon_optimizer"]
-)
 
 FIXTURES = Path(__file__).parent / "fixtures"
 TRAIN = Path(__file__).parents[1] / "launch" / "train.py"
@@ -118,8 +111,8 @@ class Soak:
         self.untouched = folder / "untouched"
         self.start_seconds = {False: 8.0, True: 20.0}  # without and with the launcher, as last seen
 
-    def start(self, output: Path, name: str, launched: bool = False) -> LaunchedJob | WarmJob:
-        kind = LaunchedJob if launched else WarmJob
+    def start(self, output: Path, name: str, launched: bool = False) -> LaunchedJob | ForkedJob:
+        kind = LaunchedJob if launched else ForkedJob
         return kind(*self.arguments, "--output", output, "--resume", "auto", log=self.folder / f"{name}.log")
 
     def run_untouched(self) -> None:
@@ -183,41 +176,11 @@ class Soak:
         return 0 if good else 1
 
 
-class WarmJob:
-    """A job like `jobs.Job`, but of two ranks that are forks of a process with the libraries loaded."""
-
-    def __init__(self, *arguments: object, log: Path) -> None:
-        self.log = log
-        log.touch()
-        port, words = free_port(), [str(argument) for argument in arguments]
-        self._ranks = [_warm.Process(target=_run_rank, args=(rank, port, words, log)) for rank in range(2)]
-        for rank in self._ranks:
-            rank.start()
-
-    @property
-    def output(self) -> str:
-        return self.log.read_text(errors="replace")
-
-    def ranks(self) -> list[psutil.Process]:
-        return [psutil.Process(rank.pid) for rank in self._ranks]
+class ForkedJob(WarmJob):
+    """A job of two ranks that no launcher helps."""
 
     def everyone(self) -> list[psutil.Process]:
         return self.ranks()
-
-    def has_ended(self) -> bool:
-        return all(rank.exitcode is not None for rank in self._ranks)
-
-    def wait(self, timeout: float) -> Result:
-        started = time.monotonic()
-        for rank in self._ranks:
-            rank.join(timeout)
-        self.kill()
-        return Result(max(abs(rank.exitcode) for rank in self._ranks), self.output, time.monotonic() - started)
-
-    def kill(self) -> None:
-        for rank in self._ranks:
-            rank.kill()
-            rank.join()
 
 
 class LaunchedJob(Job):
@@ -227,25 +190,12 @@ class LaunchedJob(Job):
         top = psutil.Process(self.process.pid)
         return [top, *top.children(recursive=True)]
 
-    def has_ended(self) -> bool:
-        return self.process.poll() is not None
-
-
-def _run_rank(rank: int, port: int, words: list[str], log: Path) -> None:
-    out = os.open(log, os.O_WRONLY | os.O_APPEND)
-    os.dup2(out, 1)
-    os.dup2(out, 2)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    sys.argv = [str(TRAIN), *words]
-    runpy.run_path(str(TRAIN), run_name="__main__")  # ends the process itself
-
 
 class Unexpected(Exception):
     """What should not happen to an attempt."""
 
 
-def await_moment(job: LaunchedJob | WarmJob, moment: str, chance: random.Random) -> None:
+def await_moment(job: LaunchedJob | ForkedJob, moment: str, chance: random.Random) -> None:
     """Return at a random instant of the wanted kind, of a job that trains."""
     # The log's line of a step comes before its save and its evaluation.
     period = {"step": 1, "save": SAVE_EVERY, "evaluation": EVAL_EVERY}[moment]
@@ -262,7 +212,7 @@ def logged_steps(output: str) -> list[int]:
     return [int(step.replace(",", "")) for step in re.findall(r"  epoch \S+ step ([\d,]+)/", output)]
 
 
-def strike(job: LaunchedJob | WarmJob, hit: Hit) -> None:
+def strike(job: LaunchedJob | ForkedJob, hit: Hit) -> None:
     number = signal.Signals[hit.name]
     if hit.target == "launcher":
         job.process.send_signal(number)

@@ -1,6 +1,6 @@
 """Mistakes end every rank with one clear line, before a model is built."""
 
-from jobs import CONFIGS, run, write_data
+from jobs import CONFIGS, run, run_warm, write_data
 
 
 def arguments(data, model, output, *more):
@@ -19,7 +19,7 @@ def assert_refused(result, *words):
 def test_L6_a_global_batch_beyond_the_data_is_refused(folder, fixtures, model):
     data = write_data(folder / "few" / "few", [(fixtures / "img" / "rgb.jpg").read_bytes()] * 63)
     job = arguments(data, model, folder / "l6", "--batch-size", 32)
-    assert_refused(run(*job, log=folder / "l6.log"), "63 records", "64", "2 ranks")
+    assert_refused(run_warm(*job, log=folder / "l6.log"), "63 records", "64", "2 ranks")
 
 
 def test_help_lists_the_flags_and_is_no_failure(folder):
@@ -38,7 +38,7 @@ def test_a_run_whose_only_save_was_edited_by_hand_is_never_started_afresh(folder
     state.parent.mkdir(parents=True)
     state.write_text('{"format": 3, "position": {"step": 3}, "files": {}}')
     job = arguments(data, model, output, "--batch-size", 8, "--resume", "auto")
-    result = run(*job, log=folder / "edited.log")
+    result = run_warm(*job, log=folder / "edited.log")
     assert_refused(result, "none of the 1 checkpoints", "step_00000003")
     assert "state.json was changed after it was written" in result.output
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from jobs import CONFIGS, metrics, run, write_evaluation
+from jobs import CONFIGS, metrics, run_warm, write_evaluation
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rwkv_clip import create_model
@@ -34,7 +34,7 @@ def fine_tuned(folder, data, model, pretrained, prepared):
     job += ["--deepspeed_config", CONFIGS / "zero1_bf16_checkpointing.json", "--batch-size", 8, "--global-batch", 32]
     job += ["--pretrained", pretrained, "--lock-image", "--eval-data", prepared]
     job += ["--loss", "siglip", "--text-lr-factor", 0.5, "--decay-lr-factor", 2, "--ema-decay", 0.9]
-    return output, run(*job, log=folder / "fine_tuned.log")
+    return output, run_warm(*job, log=folder / "fine_tuned.log")
 
 
 def test_M7_bf16_with_zero_1_checkpointing_and_accumulation_trains(fine_tuned):
@@ -94,7 +94,7 @@ def test_fp16_trains_or_says_that_this_machine_cannot(folder, data, model):
     output = folder / "fp16"
     job = ["--model", model, "--train-data", data, "--output", output, "--epochs", 1]
     job += ["--deepspeed_config", CONFIGS / "zero1_fp16.json", "--batch-size", 8, "--max-steps-per-epoch", 1]
-    result = run(*job, log=folder / "fp16.log")
+    result = run_warm(*job, log=folder / "fp16.log")
     if result.status:
         assert len(result.errors) == 1 and "fp16 is enabled, but this CPU cannot compute in it" in result.errors[0]
     else:

@@ -4,7 +4,7 @@ import signal
 import time
 
 import pytest
-from jobs import CONFIGS, Job, pictures, run, wait_until_gone, write_data
+from jobs import CONFIGS, Job, WarmJob, pictures, run_warm, wait_until_gone, write_data
 
 from rwkv_clip.data.dataset import write_manifest
 from rwkv_clip.training.checkpoint import complete_checkpoints, verify
@@ -35,7 +35,7 @@ def held_out(folder, fixtures):
 
 def test_C16_a_signal_to_one_rank_in_an_evaluation_saves_a_common_step_on_all(folder, data, model, output, held_out):
     rarely = ["--save-every", 1000000, "--save-minutes", 0.01, "--val-data", held_out, "--eval-every", 40]
-    job = Job(*arguments(data, model, output, *rarely), log=folder / "signal.log")
+    job = WarmJob(*arguments(data, model, output, *rarely), log=folder / "signal.log")
     job.wait_for("saved")  # by the clock, which is rank 0's
     job.wait_for("step 40/")
     time.sleep(0.3)
@@ -76,7 +76,7 @@ def test_C5_a_rank_killed_while_saving_takes_the_others_with_it_and_costs_no_sav
 
 def test_steps_with_nan_gradients_are_skipped_and_end_the_run_when_they_do_not_stop(folder, data, model):
     job = ["--lr", 2e9, "--max-skipped", 3, "--save-every", 1]
-    result = run(*arguments(data, model, folder / "nan", *job), log=folder / "nan.log", launcher="alone")
+    result = run_warm(*arguments(data, model, folder / "nan", *job), log=folder / "nan.log", world_size=1)
     assert result.status == 2, result.output
     assert "2 skipped" in result.output and "Traceback" not in result.output
     assert len(result.errors) == 1 and "3 steps in a row had NaN or Inf gradients" in result.errors[0]
@@ -88,7 +88,7 @@ def test_N5_a_rank_that_fails_ends_all_and_its_message_is_shown(folder, fixtures
     payloads = pictures(fixtures, 63) + [(fixtures / "img" / "trunc_60pct.jpg").read_bytes()]
     write_data(data / "train", payloads)
     write_manifest(data, ["train"], ["raw", "synthetic", "generated"])  # so that the start-up check trusts the pictures
-    job = Job(*arguments(data, model, folder / "n5"), log=folder / "n5.log")
+    job = WarmJob(*arguments(data, model, folder / "n5"), log=folder / "n5.log")
     job.wait_for("training begins")
     assert wait_until_gone(job.ranks()) < 60
     result = job.wait(30)
@@ -110,7 +110,7 @@ def test_C8_a_full_disk_ends_all_ranks_with_one_clear_line(folder, data, model):
 
 def test_a_signal_while_the_op_is_being_built_ends_all_ranks_in_a_line(folder, data, model, monkeypatch):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(folder / "cold"))
-    job = Job(*arguments(data, model, folder / "start"), log=folder / "start.log")
+    job = WarmJob(*arguments(data, model, folder / "start"), log=folder / "start.log")
     job.wait_for("building the op")
     ranks = job.ranks()
     ranks[1].send_signal(signal.SIGUSR1)

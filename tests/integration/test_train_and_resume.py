@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from jobs import CONFIGS, metrics, run
+from jobs import CONFIGS, metrics, run, run_warm
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rwkv_clip import create_model
@@ -96,7 +96,7 @@ def test_averaged_weights_are_written_kept_in_checkpoints_and_scored(straight, f
 
 def test_the_same_command_on_an_existing_run_is_refused(straight, folder, data, model):
     output, _ = straight
-    result = run(*arguments(data, model, output), log=folder / "again.log")
+    result = run_warm(*arguments(data, model, output), log=folder / "again.log")
     assert result.status != 0 and len(result.errors) == 1
     assert "already holds a run" in result.errors[0] and "--resume auto" in result.errors[0]
 
@@ -112,7 +112,7 @@ def resumed(straight, folder, data, model):
     (output / "weights_ema.pt").unlink()
     (events,) = (output / "tensorboard").iterdir()
     events.write_bytes(events.read_bytes()[:-9])  # killed while it wrote
-    result = run(*arguments(data, model, output, "--resume", "auto"), log=folder / "resumed.log")
+    result = run_warm(*arguments(data, model, output, "--resume", "auto"), log=folder / "resumed.log")
     return output, result
 
 

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import queue
 import socket
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from typing import Any
 
-# The server imports the slow packages once (the last one brings torch's compiler, which every engine imports); each
-# rank is then a fork of a process that has started no threads.
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer"])
-for _name, _value in {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "DS_LOG_LEVEL": "warning"}.items():
-    os.environ.setdefault(_name, _value)
+from forks import context
 
 
 def run_ranks(world_size: int, function: Callable, *args: Any, timeout: float = 90) -> list[Any]:
@@ -24,10 +19,10 @@ def run_ranks(world_size: int, function: Callable, *args: Any, timeout: float = 
 
     The function must stand at the top level of its module, and return what pickle takes (numpy rather than tensors).
     """
-    results = _context.Queue()
+    results = context.Queue()
     port = free_port()
     processes = [
-        _context.Process(target=_rank, args=(rank, world_size, port, results, function, args), daemon=True)
+        context.Process(target=_rank, args=(rank, world_size, port, results, function, args), daemon=True)
         for rank in range(world_size)
     ]
     for process in processes:
@@ -41,10 +36,10 @@ def run_ranks(world_size: int, function: Callable, *args: Any, timeout: float = 
                 process.kill()
 
 
-def start_rank(function: Callable, *args: Any) -> multiprocessing.Process:
+def start_rank(function: Callable, *args: Any) -> BaseProcess:
     """`function(*args)` in a process that is the only rank; it runs on until it ends or is killed."""
-    results = _context.Queue()
-    process = _context.Process(target=_rank, args=(0, 1, free_port(), results, function, args), daemon=True)
+    results = context.Queue()
+    process = context.Process(target=_rank, args=(0, 1, free_port(), results, function, args), daemon=True)
     process.results = results  # which must live as long
     process.start()
     return process
