@@ -286,6 +286,16 @@ def _ranges(numbers: list[int]) -> str:
     return ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in spans)
 
 
+def device_to_bind(world: World) -> torch.device | None:
+    """The GPU to bind the collectives to; without one PyTorch warns at each barrier that it takes the current GPU.
+
+    As DeepSpeed does it: not for a single rank (DeepSpeed#8248), nor where binding may hang, before torch 2.7.1
+    (pytorch#153960).
+    """
+    binds = world.device.type == "cuda" and world.world_size > 1 and torch.__version__ >= (2, 7, 1)
+    return world.device if binds else None
+
+
 def start_collectives(world: World) -> None:
     """Initialize torch.distributed (NCCL on GPUs, gloo on CPUs) and tell DeepSpeed about it.
 
@@ -304,6 +314,7 @@ def start_collectives(world: World) -> None:
         rank=world.rank,
         world_size=world.world_size,
         timeout=default_pg_timeout,
+        device_id=device_to_bind(world),
     )
     if world.device.type == "cpu":
         # Its shared-memory all-reduce would be compiled on first use, and waits for ever when a peer dies.

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from torch.torch_version import TorchVersion
 
 from rwkv_clip.errors import UserError
-from rwkv_clip.training.distributed import CommonError, meet
+from rwkv_clip.training.distributed import CommonError, World, meet, start_collectives
 from rwkv_clip.training.launcher import Place
 from rwkv_clip.training.signals import Agreement, Interrupted, StopRequest
 from rwkv_clip.training.watchdog import lost_peer
@@ -149,6 +150,29 @@ def test_a_collective_broken_off_by_a_killed_rank_is_told_from_other_errors():
 
     lost, other, another = on_ranks(told)[1]
     assert lost.startswith("rank 1 (") and "--resume auto" in lost and other is None and another is None
+
+
+@pytest.mark.parametrize(
+    ("device", "ranks", "version", "binds"),
+    [
+        ("cuda:1", 2, "2.7.1", True),
+        ("cuda:1", 2, "2.13.0+cu130", True),
+        ("cuda:1", 2, "2.7.0", False),
+        ("cuda:0", 1, "2.13.0", False),
+        ("cpu", 2, "2.13.0", False),
+    ],
+)
+def test_collectives_are_bound_to_the_rank_s_gpu_where_that_is_safe(monkeypatch, device, ranks, version, binds):
+    import deepspeed
+
+    given = {}
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: given.update(options, backend=backend))
+    monkeypatch.setattr(deepspeed, "init_distributed", lambda: None)
+    device = torch.device(device)
+    start_collectives(World(Place("variables", 0, ranks, 0, ranks, "127.0.0.1", 1), device, None, ["here"] * ranks))
+    assert given["device_id"] == (device if binds else None)
+    assert given["backend"] == ("nccl" if device.type == "cuda" else "gloo")
 
 
 def test_the_largest_number_wins_and_is_forgotten():
