@@ -8,6 +8,7 @@ One process, GPU or CPU:    python launch/train.py ... --batch-size 64
 Go on after a stop:         the same command with --resume auto
 
 Watch it with `tensorboard --logdir RUN`. SIGTERM, SIGUSR1 or Ctrl-C to any process: save, and stop. All flags: --help.
+Exit status: 0 when the run is complete, 143, 138 or 130 when one of these signals stopped it, 1 or 2 after an error.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ OWN_ARGUMENTS = ("given", "local_rank")
 
 
 def main() -> int:
-    """The exit status: 0 when the run is complete or was asked to stop, 2 for a user's mistake, 1 for a failure."""
+    """The exit status: 0 for a complete run, 2 for a user's mistake, 1 for a failure, `StopRequest.exit_status`."""
     world: World | None = None
     stop = StopRequest()
     stop.install()
@@ -50,10 +51,10 @@ def main() -> int:
 
             from rwkv_clip.training.job import run_job  # after the device is chosen: it imports DALI and DeepSpeed
 
-        run_job(args, world, stop)
+        completed = run_job(args, world, stop)
         world.wait()
         watchdog.stop()
-        return 0
+        return 0 if completed else stop.exit_status
     except Interrupted:
         return _leave_start(world, stop)
     except UserError as error:
@@ -68,13 +69,17 @@ def main() -> int:
         if world is not None and stop.requested and not stop.training_began:
             return _leave_start(world, stop)  # a peer that was asked to stop broke off what this rank was doing
         cause = (failure_elsewhere(world) or lost_peer(world, error)) if world is not None else None
-        if cause is None:
+        at_once = isinstance(error, KeyboardInterrupt)  # raised by a second one alone
+        if at_once:
+            cause = "stopped at once by a second Ctrl-C; --resume auto goes on from the last complete save"
+            report(UserError(cause))
+        elif cause is None:
             logger.exception("rank %s failed", world.rank if world else os.environ.get("RANK", 0))
         elif world.is_first:
             report(UserError(cause))
         if world is not None:
             announce_failure(world, cause or f"{type(error).__name__}: {error}")
-        return 1
+        return stop.exit_status if at_once else 1
     finally:
         if world is not None:
             world.leave()
@@ -102,7 +107,7 @@ def _leave_start(world: World | None, stop: StopRequest) -> int:
     else:
         announce_stop(world, stop)
         logger.info(line)
-    return 0
+    return stop.exit_status
 
 
 if __name__ == "__main__":

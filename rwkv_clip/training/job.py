@@ -40,8 +40,8 @@ LOSSES = {"clip": ClipLoss, "siglip": SigmoidLoss}
 NEGATIVES = {"global": "of all GPUs", "local": "each GPU's own"}
 
 
-def run_job(args: argparse.Namespace, world: World, stop: StopRequest) -> None:
-    """Train as the arguments say; every rank of `world` calls it."""
+def run_job(args: argparse.Namespace, world: World, stop: StopRequest) -> bool:
+    """Train as the arguments say; every rank of `world` calls it. Whether the run is complete, and was not stopped."""
     started = time.monotonic()
     with stop.interruptible():
         plan = make_plan(args, world)
@@ -54,6 +54,7 @@ def run_job(args: argparse.Namespace, world: World, stop: StopRequest) -> None:
     logger.info("training begins %.1f s after the start", time.monotonic() - started)
     completed = loop.run()
     _finish(plan, world, engine, loop, frozen, completed, stop)
+    return completed
 
 
 def _prepare(plan: Plan, world: World, stop: StopRequest) -> tuple[Any, dict, Loop]:
@@ -239,6 +240,8 @@ def _finish(
                 save(path, published_state_dict(weights))
             logger.info("the run is complete after %d steps: weights in %s", step, " and ".join(map(str, final)))
     else:
-        reason = stop.reason or "a signal to another process"  # it may be heard of after the stop is agreed
-        logger.info("stopped by %s after step %d, saved; go on with --resume auto", reason, step)
+        # The stop may be agreed before this rank hears by what.
+        reasons = world.gather(stop.reason or "")
+        stop.reason = stop.reason or next(filter(None, reasons), "a signal to another process")
+        logger.info("stopped by %s after step %d, saved; go on with --resume auto", stop.reason, step)
     loop.close()

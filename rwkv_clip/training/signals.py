@@ -38,6 +38,15 @@ class StopRequest:
     def requested(self) -> bool:
         return self.reason is not None
 
+    @property
+    def exit_status(self) -> int:
+        """Of a process that was asked to stop: 128 + the signal's number, as a shell reports it; without one SIGTERM's.
+
+        Not 0, which schedulers and scripts take for a run that is complete.
+        """
+        name = (self.reason or "").partition(" ")[0]
+        return 128 + next((number for number in SIGNALS if number.name == name), signal.SIGTERM)
+
     def install(self) -> None:
         """Take over the signals."""
         for number in SIGNALS:

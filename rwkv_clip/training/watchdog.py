@@ -70,7 +70,7 @@ class Watchdog:
         if self._stop_request.requested and not self._stop_request.training_began:
             self._stopping_looks += 1
             if at_once or self._stopping_looks > START_LOOKS:
-                os._exit(0)
+                os._exit(self._stop_request.exit_status)
 
     def _look(self) -> None:
         store, world = self._store, self._world

@@ -1,7 +1,12 @@
 """Finding one another and agreeing, with a thread per rank: all of it goes through the store."""
 
+import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +19,8 @@ from rwkv_clip.training.distributed import CommonError, World, meet, start_colle
 from rwkv_clip.training.launcher import Place
 from rwkv_clip.training.signals import Agreement, Interrupted, StopRequest
 from rwkv_clip.training.watchdog import lost_peer
+
+TRAIN = Path(__file__).parents[2] / "launch" / "train.py"
 
 
 def free_port() -> int:
@@ -184,9 +191,6 @@ def test_the_largest_number_wins_and_is_forgotten():
 
 
 def test_a_signal_is_remembered_and_ends_an_interruptible_section():
-    import os
-    import signal
-
     stop = StopRequest()
     stop.install()
     try:
@@ -199,6 +203,35 @@ def test_a_signal_is_remembered_and_ends_an_interruptible_section():
             pass
     finally:
         stop.uninstall()
+
+
+@pytest.mark.parametrize(
+    ("reason", "status"),
+    [
+        ("SIGTERM", 143),
+        ("SIGUSR1 to rank 3 (host)", 138),
+        ("SIGINT", 130),
+        ("the end of the launcher", 143),
+        (None, 143),
+    ],
+)
+def test_a_stopped_process_ends_with_the_signal_s_status(reason, status):
+    stop = StopRequest()
+    stop.reason = reason
+    assert stop.exit_status == status
+
+
+def test_a_stop_before_training_ends_the_job_with_the_signal_s_status(tmp_path):
+    job = [sys.executable, str(TRAIN), "--model", "Nano", "--train-data", "/no/such", "--output", str(tmp_path / "run")]
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    variables |= {"MASTER_PORT": str(free_port()), "DS_ACCELERATOR": "cpu"}
+    process = subprocess.Popen(
+        job, env=os.environ | variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert "waiting for rank 1 of 2" in process.stderr.readline()  # which nobody starts
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 143 and "stopped by SIGTERM before training began: nothing to save" in output
 
 
 def test_a_request_from_another_thread_ends_an_interruptible_section():
