@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ..errors import UserError
+from .builders import check_op_builder
 from .wkv6_torch import wkv6_torch_backward, wkv6_torch_forward
 
 logger = logging.getLogger(__name__)
@@ -83,6 +84,7 @@ def _interpolations() -> Mapping[str, Callable]:
 
 def _load(op_name: str) -> None:
     """Load the op of that name, built ahead of time or just in time; UserError when neither is possible."""
+    check_op_builder()
     from op_builder.prebuilt import import_prebuilt
 
     if import_prebuilt(op_name) is not None:

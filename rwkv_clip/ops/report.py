@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .builders import check_op_builder
+
 NAME_WIDTH = 23
 INSTALLED_WIDTH = 11
 VALUE_WIDTH = 33
@@ -35,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the report; exit status 0 whatever it says."""
+    check_op_builder()
     print("\n".join(report_lines(color=sys.stdout.isatty())))
     return 0
 
