@@ -1,15 +1,19 @@
-"""A ZeRO step without Python for each parameter, without thousands of small kernels, with one wait for the device.
+"""A ZeRO step without Python for each parameter, without thousands of small kernels, without a wait for the device.
 
 DeepSpeed's ZeRO optimizer for stages 1 and 2 treats every gradient by itself: a hook in the backward pass, two or three
 copies, a look for NaN and Inf, a norm. For some 560 parameters that is 25 ms of Python and 1,700 kernels per step, and
 the device is asked in each parameter group whether the norm is finite. Here a parameter group is one flat tensor from
-the end of the backward pass on, and the global norm alone, read once, tells whether a step is left out. From that read
-to the next forward pass the GPU waits for Python, so nothing that can be left out stands there.
+the end of the backward pass on, and the global norm alone tells whether a step is left out.
+
+In bf16 with PyTorch's fused AdamW the device itself clips and leaves the step out, and Python learns of it one step
+later (`pending_norm`): the GPU always has its next work. Otherwise the norm is read once per step, and from there to
+the next forward pass the GPU waits for Python, so nothing that can be left out stands there.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -18,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .gather import group_size
+from .readback import on_the_way
 
 # torch 2.13 renamed it.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -35,9 +40,14 @@ def make_lean(optimizer: Any) -> bool:
         return False
     if not getattr(optimizer, "compute_grad_norm", False) or not getattr(optimizer, "check_grad_overflow", False):
         return False  # then DeepSpeed does not judge the step by the norm
-    optimizer.has_overflow = MethodType(_overflow_is_in_the_norm, optimizer)
-    optimizer.scaled_global_norm = MethodType(_norm, optimizer)
-    optimizer.unscale_and_clip_grads = MethodType(_unscale_and_clip, optimizer)
+    if _decides_on_the_device(optimizer):
+        optimizer.check_grad_overflow = False
+        optimizer.scaled_global_norm = MethodType(_norm_on_the_device, optimizer)
+        optimizer.unscale_and_clip_grads = MethodType(_clipped_by_the_optimizer, optimizer)
+    else:
+        optimizer.has_overflow = MethodType(_overflow_is_in_the_norm, optimizer)
+        optimizer.scaled_global_norm = MethodType(_norm, optimizer)
+        optimizer.unscale_and_clip_grads = MethodType(_unscale_and_clip, optimizer)
     if all(_are_views(optimizer, group) for group in range(len(optimizer.bit16_groups))):
         optimizer._update_model_bit16_weights = MethodType(_weights_are_views, optimizer)
     if _reduces_after_the_backward_pass(optimizer):
@@ -52,9 +62,24 @@ def make_lean(optimizer: Any) -> bool:
     return True
 
 
+def pending_norm(optimizer: Any) -> Callable[[], list[float]] | None:
+    """What waits for the last step's gradient norm, [norm]: the step was left out if it is not finite.
+
+    None where the optimizer itself has waited for it.
+    """
+    return getattr(optimizer, "_pending_norm", None)
+
+
 def leaves_no_gradients(optimizer: Any) -> bool:
     """Whether a backward pass ends with the weights' `.grad` taken away, to be read no more."""
     return hasattr(optimizer, "_gradients_are_dropped")
+
+
+def _decides_on_the_device(optimizer: Any) -> bool:
+    """Whether its AdamW takes a divisor of the gradients, and whether to do nothing, from the device."""
+    inner = optimizer.optimizer
+    fused = type(inner) is torch.optim.AdamW and all(group["fused"] for group in inner.param_groups)
+    return fused and optimizer.dtype == torch.bfloat16
 
 
 def _are_views(optimizer: Any, group: int) -> bool:
@@ -131,17 +156,22 @@ def _overflow_is_in_the_norm(_optimizer: Any, partition_gradients: bool = True) 
     return False
 
 
-def _norm(optimizer: Any, norm_type: float = 2) -> float:
-    """L2 norm of all gradients of all ranks, inf if it is not finite: the one number of a step that is waited for."""
-    if norm_type != 2:
-        raise ValueError(f"only the L2 norm is taken here, not {norm_type}")
+def _squares(optimizer: Any) -> Tensor:
+    """Sum of the squares of all gradients of all ranks, fp32 [], on the device."""
     # The last rank's partition ends with padding, which is zero.
     groups = optimizer.averaged_gradients.values()
     gradients = [part for group in groups for part in ([group.flat_partition] if isinstance(group, _Flat) else group)]
     total = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)).square().sum()
     if group_size(optimizer.dp_process_group) > 1:
         dist.all_reduce(total, group=optimizer.dp_process_group)
-    squares = total.item()
+    return total
+
+
+def _norm(optimizer: Any, norm_type: float = 2) -> float:
+    """L2 norm of all gradients of all ranks, inf if it is not finite: the one number of a step that is waited for."""
+    if norm_type != 2:
+        raise ValueError(f"only the L2 norm is taken here, not {norm_type}")
+    squares = _squares(optimizer).item()
     return math.sqrt(squares) if math.isfinite(squares) else math.inf
 
 
@@ -155,6 +185,24 @@ def _unscale_and_clip(optimizer: Any, gradients: list[Tensor | list[Tensor]], to
     for gradient in gradients:
         for part in gradient if isinstance(gradient, list) else [gradient]:
             part.data.mul_(1.0 / scale)
+
+
+@torch.no_grad()
+def _norm_on_the_device(optimizer: Any, norm_type: float = 2) -> Tensor:
+    """As `_norm`, fp32 [] on the device, and what the AdamW steps that follow need of it."""
+    if norm_type != 2:
+        raise ValueError(f"only the L2 norm is taken here, not {norm_type}")
+    norm = _squares(optimizer).sqrt().nan_to_num_(nan=math.inf, posinf=math.inf)
+    # The fused kernel's own arguments for what torch.amp.GradScaler leaves to it.
+    optimizer.optimizer.found_inf = norm.isinf().float()
+    if optimizer.clip_grad > 0.0:
+        optimizer.optimizer.grad_scale = ((norm + 1e-6) / optimizer.clip_grad).clamp_(min=1.0)
+    optimizer._pending_norm = on_the_way(norm.view(1))
+    return norm
+
+
+def _clipped_by_the_optimizer(_optimizer: Any, _gradients: list[Tensor], _total_norm: Tensor) -> None:
+    """Nothing to do: AdamW divides by `grad_scale` as it reads the gradients."""
 
 
 def _nothing_left(_optimizer: Any, _parameters: list[nn.Parameter]) -> None:

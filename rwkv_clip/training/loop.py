@@ -28,7 +28,7 @@ from .optimizer import learning_rates
 from .profile import StepProfiler
 from .signals import Agreement, StopRequest
 from .spikes import LossSpikes
-from .step import train_step
+from .step import StepResult, train_step
 from .validation import Evaluator
 
 if TYPE_CHECKING:
@@ -104,6 +104,8 @@ class Loop:
         self._agreement = Agreement(parts.world.device)
         self._skipped: list[int] = []
         self._unwritten: ClosedInterval | None = None
+        self._unsettled: tuple[int, StepResult, list[int]] | None = None
+        """Epoch, result and first records of the last step, until it is known whether it was applied."""
         self._last_save = time.monotonic()
 
     def run(self) -> bool:
@@ -149,30 +151,43 @@ class Loop:
             samples=0 if ended else (step_of_epoch + 1) * self._global_batch,
         )
         captions = torch.cat([batch.caption_index for batch in micro_batches])
-        norm, wait = parts.engine.get_global_grad_norm(), micro_batches.seconds_waited
-        parts.interval.add(self.position.step, result, norm, rates, wait, captions)
-        if not result.applied:
-            self._skip(epoch, micro_batches[0])
-        elif parts.average is not None:
+        parts.interval.add(self.position.step, result, rates, micro_batches.seconds_waited, captions)
+        self._unsettled = (epoch, result, micro_batches[0].ids[:3].tolist())
+        if parts.average is not None or not result.outcome.is_pending:
+            self._settle()
+        if parts.average is not None and result.applied:
             parts.average.update()
 
     def _meanwhile(self) -> None:
         """What is done while the device works on a step's passes."""
         self._parts.loader.work_ahead()
+        self._settle()
         self._write_log()
 
-    def _skip(self, epoch: int, first: Batch) -> None:
-        """DeepSpeed left a step out, as a gradient was not finite; the schedule goes on all the same."""
+    def _settle(self) -> None:
+        """Do what is due if the last step was left out, because a gradient was not finite.
+
+        While the device works on the next step this does not wait for it.
+        """
+        if self._unsettled is None:
+            return
+        (epoch, result, first_ids), self._unsettled = self._unsettled, None
+        if not result.applied:
+            if not result.outcome.is_pending and self._parts.engine.lr_scheduler is not None:
+                # The schedule goes on all the same. Of a step whose outcome is pending DeepSpeed has seen to it.
+                self._parts.engine.lr_scheduler.step()
+            self._skip(epoch, first_ids)
+
+    def _skip(self, epoch: int, first_ids: list[int]) -> None:
+        """Count a step that was left out."""
         step = self.position.step
         self._skipped.append(step)
-        if self._parts.engine.lr_scheduler is not None:
-            self._parts.engine.lr_scheduler.step()
         in_row = 1
         while in_row < len(self._skipped) and self._skipped[-1 - in_row] == step - in_row:
             in_row += 1
         if in_row >= self._args.max_skipped:
             self._log()
-            records = ", ".join(self._parts.loader.dataset.describe(i) for i in first.ids[:3].tolist())
+            records = ", ".join(self._parts.loader.dataset.describe(i) for i in first_ids)
             raise CommonError(
                 f"{in_row} steps in a row had NaN or Inf gradients, the last one step {step} of epoch {epoch} (first "
                 f"records: {records}); {self._last_good()}. Lower --lr or look at these records"
@@ -229,6 +244,7 @@ class Loop:
         """Write the closed interval, if there is one; the position must still be the one where it was closed."""
         if self._unwritten is None:
             return
+        self._settle()
         parts, closed, self._unwritten = self._parts, self._unwritten, None
         rows, summary = closed.read()
         for step, values in rows:
@@ -257,6 +273,7 @@ class Loop:
         parts = self._parts
         if parts.checkpoints.saved_step == self.position.step:
             return
+        self._settle()
         self._log()
         started = time.perf_counter()
         state = parts.describe() | {"evaluation_due": self._evaluation_due, "loss_spikes": parts.spikes.state()}
@@ -267,6 +284,7 @@ class Loop:
     def _evaluate(self) -> bool:
         """False when a stop request cut it short; a resume does it again."""
         parts = self._parts
+        self._settle()
         self._write_log()
         started = time.perf_counter()
         with parts.average.in_the_model() if parts.average is not None else contextlib.nullcontext():

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import UserError
+from .readback import on_the_way
 from .step import StepResult
 
 
@@ -165,14 +166,13 @@ class Interval:
         self,
         step: int,
         result: StepResult,
-        gradient_norm: float | Tensor | None,
         rates: dict[str, float],
         wait: float,
         caption_index: Tensor,
     ) -> None:
         """One optimizer step.
 
-        gradient_norm: before clipping. rates: learning rates by name. wait: seconds spent waiting for the batch.
+        rates: learning rates by name. wait: seconds spent waiting for the batch.
         caption_index: int64 [pairs of this rank], which caption each pair used.
         """
         values = {
@@ -181,7 +181,7 @@ class Interval:
             "text_to_image_accuracy": result.text_to_image_accuracy,
             "logit_scale": result.logit_scale,
             "logit_bias": result.logit_bias,
-            "gradient_norm": gradient_norm,
+            "gradient_norm": result.gradient_norm,
         }
         # CLIP's loss has no bias, and without ZeRO in fp32 DeepSpeed gives no norm.
         self._steps.append((step, {name: value for name, value in values.items() if value is not None} | rates))
@@ -210,25 +210,9 @@ class Interval:
             "samples_per_second_per_gpu": speed / self._world_size,
             "step_seconds": seconds / len(self._steps),
         }
-        closed = ClosedInterval(self._steps, summary, self._captions, _on_the_way(numbers), _on_the_way(worst))
+        closed = ClosedInterval(self._steps, summary, self._captions, on_the_way(numbers), on_the_way(worst))
         self._reset()
         return closed
-
-
-def _on_the_way(numbers: Tensor) -> Callable[[], list[float]]:
-    """Starts the way of numbers to the host; what it returns waits for their arrival, not for later work."""
-    if numbers.device.type == "cpu":
-        return numbers.tolist
-    there = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-    there.copy_(numbers, non_blocking=True)
-    arrived = torch.cuda.Event()
-    arrived.record()
-
-    def read() -> list[float]:
-        arrived.synchronize()
-        return there.tolist()
-
-    return read
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from ..errors import UserError
+from .lean_zero import pending_norm
 from .loss import LossOutput
 from .masters import sync_precise
 
@@ -40,10 +43,38 @@ class StepResult:
     """[pairs of this rank] mean of each pair's losses in both directions, in the order of the micro batches."""
     logit_scale: Tensor
     """[] the factor on the cosine similarities that this step used."""
-    applied: bool
-    """False when the step was skipped because a gradient was not finite."""
+    outcome: Outcome
     logit_bias: Tensor | None = None
     """[] the bias on the logits that this step used, of a model that has one."""
+    gradient_norm: Tensor | float | None = None
+    """[] before clipping, of all ranks, inf if it is not finite; None where the engine takes none."""
+
+    @property
+    def applied(self) -> bool:
+        """False when the step was left out because a gradient was not finite. It waits for the end of the step."""
+        return self.outcome.applied
+
+
+class Outcome:
+    """Whether an engine's last step was applied; ask for it before the next one."""
+
+    def __init__(self, engine: DeepSpeedEngine) -> None:
+        self._engine = engine
+        self._norm = pending_norm(engine.optimizer)
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether the device alone knew it when the step was launched. DeepSpeed takes it as applied then."""
+        return self._norm is not None
+
+    @cached_property
+    def applied(self) -> bool:
+        """It waits for the end of the step, where it is pending, and has the engine count a step that was left out."""
+        if not self.is_pending:
+            return self._engine.was_step_applied()
+        applied = math.isfinite(self._norm()[0])
+        self._engine.skipped_steps += not applied
+        return applied
 
 
 def train_step(
@@ -61,8 +92,8 @@ def train_step(
     all its pairs as negatives (Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup",
     2021): features are computed once without gradient, then micro batch by micro batch again with the same random
     state. "micro" takes each micro batch's own loss and averages.
-    meanwhile: called when all passes are launched. The engine's step then waits until the device is done with them, so
-    until then Python's time costs none; from there to the next forward pass the device waits for Python.
+    meanwhile: called when all passes are launched. Where the engine's step waits until the device is done with them,
+    Python's time costs none until then; from there to the next forward pass the device waits for Python.
     """
     if accumulation not in ACCUMULATIONS:
         raise UserError(f"unknown accumulation '{accumulation}': choose 'global' or 'micro'")
@@ -81,9 +112,9 @@ def train_step(
     del outputs  # and with them the thousands of nodes of the losses' graphs
     meanwhile()
     engine.step()
-    applied = engine.was_step_applied()
     sync_precise(engine)
-    return StepResult(loss, image_to_text, text_to_image, rows, scalars[0], applied, bias)
+    norm = engine.get_global_grad_norm()
+    return StepResult(loss, image_to_text, text_to_image, rows, scalars[0], Outcome(engine), bias, norm)
 
 
 def _numbers(scalars: Sequence[Tensor]) -> list[Tensor]:

@@ -50,6 +50,11 @@ def loop_of(losses: list[float], written: dict, is_first: bool = True) -> loop.L
     return loop.Loop(parts, args, Position(step=len(losses), samples=8 * len(losses)), evaluation_due=False)
 
 
+def outcome(applied: bool, is_pending: bool = True):
+    """What a step's result knows of it, whose asking waits for the device."""
+    return SimpleNamespace(outcome=SimpleNamespace(is_pending=is_pending), applied=applied)
+
+
 def logged(losses: list[float], monkeypatch: pytest.MonkeyPatch, is_first: bool = True):
     """(warnings, {step: values written}, state of the spikes, the log's lines)."""
     warnings, lines, written = [], [], {}
@@ -110,3 +115,43 @@ def test_a_loss_spike_is_marked_in_the_log_and_counted_from_its_step_on(monkeypa
 def test_a_loss_that_is_lost_ends_the_run_in_one_line(monkeypatch) -> None:
     with pytest.raises(CommonError, match="loss of step 3 is nan .* nothing was saved yet"):
         logged([2.0, 2.0, float("nan")], monkeypatch)
+
+
+def job_with_schedule() -> tuple[loop.Loop, list[str]]:
+    """(a loop, what it asks the schedule for)."""
+    job, asked = loop_of([2.0], {}), []
+    job._parts.engine.lr_scheduler = SimpleNamespace(step=lambda: asked.append("step"))
+    job._parts.loader.dataset = SimpleNamespace(describe=lambda number: f"record {number}")
+    job._args.max_skipped = 2
+    return job, asked
+
+
+def test_a_step_that_the_device_left_out_is_counted_while_the_next_one_runs() -> None:
+    job, asked = job_with_schedule()
+    job._unsettled = (0, outcome(applied=False), [7])
+    job._meanwhile()
+    assert job._skipped == [1] and not asked  # DeepSpeed took it as applied, and asked the schedule
+    job._meanwhile()
+    assert job._skipped == [1]
+    job._unsettled = (0, outcome(applied=True), [7])
+    job._meanwhile()
+    assert job._skipped == [1]
+
+
+def test_the_schedule_goes_on_after_a_step_that_deepspeed_left_out() -> None:
+    job, asked = job_with_schedule()
+    job._unsettled = (0, outcome(applied=False, is_pending=False), [7])
+    job._settle()
+    assert job._skipped == [1] and asked == ["step"]
+
+
+def test_a_save_and_an_evaluation_ask_first_whether_the_last_step_was_left_out() -> None:
+    for due in (lambda job: job._save(), lambda job: job._evaluate()):
+        job, _ = job_with_schedule()
+        job._parts.checkpoints.saved_step = None
+        job._skipped = [0]
+        job._unsettled = (0, outcome(applied=False), [7])
+        with pytest.raises(
+            CommonError, match=r"2 steps in a row .* the last one step 1 of epoch 0 \(first records: record 7\)"
+        ):
+            due(job)

@@ -19,22 +19,23 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def result(loss: float, rows=(1.0, 2.0, 3.0)) -> StepResult:
-    return StepResult(
-        torch.tensor(loss), torch.tensor(0.25), torch.tensor(0.5), torch.tensor(rows), torch.tensor(14.29), True
-    )
+def result(loss: float, rows=(1.0, 2.0, 3.0), norm: float | torch.Tensor | None = None) -> StepResult:
+    numbers = (torch.tensor(loss), torch.tensor(0.25), torch.tensor(0.5), torch.tensor(rows), torch.tensor(14.29))
+    return StepResult(*numbers, outcome=None, gradient_norm=norm)
 
 
 def test_each_step_keeps_its_own_values_and_the_interval_its_speed():
     interval = Interval(CPU, samples_per_step=6, world_size=2, captions=["one"])
     interval._world_size = 1  # no group to reduce over
-    for step in (1, 2):
-        interval.add(
-            step, result(float(step)), 0.5, {"learning_rate": step / 10}, 0.0, torch.zeros(3, dtype=torch.int64)
-        )
+    for step, norm in ((1, 0.5), (2, torch.tensor(0.25))):
+        values = result(float(step), norm=norm)
+        interval.add(step, values, {"learning_rate": step / 10}, 0.0, torch.zeros(3, dtype=torch.int64))
     rows, summary = interval.close().read()
     assert [(step, row["loss"], row["learning_rate"]) for step, row in rows] == [(1, 1.0, 0.1), (2, 2.0, 0.2)]
-    assert rows[0][1]["logit_scale"] == pytest.approx(14.29) and rows[0][1]["gradient_norm"] == 0.5
+    assert rows[0][1]["logit_scale"] == pytest.approx(14.29) and [row["gradient_norm"] for _, row in rows] == [
+        0.5,
+        0.25,
+    ]
     assert summary["samples_per_second"] == pytest.approx(6 / summary["step_seconds"])
     assert interval.is_empty
 
@@ -42,7 +43,7 @@ def test_each_step_keeps_its_own_values_and_the_interval_its_speed():
 def test_the_loss_is_kept_by_caption():
     interval = Interval(CPU, 3, 1, ["raw", "synthetic", "generated"])
     for _ in range(2):
-        interval.add(1, result(1.0, rows=(1.0, 2.0, 4.0)), None, {}, 0.0, torch.tensor([0, 2, 2]))
+        interval.add(1, result(1.0, rows=(1.0, 2.0, 4.0)), {}, 0.0, torch.tensor([0, 2, 2]))
     _, summary = interval.close().read()
     assert summary["loss_by_caption/raw"] == 1.0 and summary["loss_by_caption/generated"] == 3.0
     assert "loss_by_caption/synthetic" not in summary
@@ -52,7 +53,7 @@ def test_the_share_of_waiting_is_of_the_time_that_was_not_paused(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr("rwkv_clip.training.metrics.time.perf_counter", lambda: clock[0])
     interval = Interval(CPU, 3, 1, [])
-    interval.add(1, result(1.0), None, {}, wait=1.0, caption_index=torch.zeros(3, dtype=torch.int64))
+    interval.add(1, result(1.0), {}, wait=1.0, caption_index=torch.zeros(3, dtype=torch.int64))
     interval.pause(6.0)
     clock[0] = 10.0
     _, summary = interval.close().read()
@@ -61,7 +62,7 @@ def test_the_share_of_waiting_is_of_the_time_that_was_not_paused(monkeypatch):
 
 def test_a_norm_that_deepspeed_does_not_give_is_left_out():
     interval = Interval(CPU, 3, 1, [])
-    interval.add(1, result(1.0), None, {}, 0.0, torch.zeros(3, dtype=torch.int64))
+    interval.add(1, result(1.0), {}, 0.0, torch.zeros(3, dtype=torch.int64))
     assert "gradient_norm" not in interval.close().read()[0][0][1]
 
 
