@@ -52,7 +52,7 @@ class Batch:
     """One micro batch of one rank.
 
     Attributes:
-        images: float32 [B, 3, image_size, image_size], normalised, on the device.
+        images: [B, 3, image_size, image_size] in the loader's dtype, normalised, on the device.
         tokens: int64 [B, context_length], on the device.
         caption_index: int64 [B], on the device: which of the record's captions `tokens` is.
         ids: int64 [B], CPU: global record ids.
@@ -88,6 +88,7 @@ class Loader:
         image_size: side of the square images in pixels.
         context_length: tokens per caption that the model takes, at most the 77 stored.
         device: where batches go; images are decoded there too.
+        dtype: of the images; DALI computes in float32.
         train: False for validation: every record once, in order, over all ranks; the published evaluation's resize
             and centre crop; one fixed caption; the last batches are padded (see `Batch.valid`).
         seed: of crops, flips and captions.
@@ -113,6 +114,7 @@ class Loader:
         image_size: int,
         context_length: int,
         device: torch.device,
+        dtype: torch.dtype = torch.float32,
         train: bool = True,
         seed: int = 0,
         accumulation_steps: int = 1,
@@ -148,6 +150,7 @@ class Loader:
                 )
         self.steps_per_epoch = self._plan.steps_per_epoch
         self._micro_batch_size, self._image_size, self._device = micro_batch_size, image_size, device
+        self._dtype = dtype
         self._context_length, self._seed, self._skip_bad = context_length, seed, on_bad_record == "skip"
         self._settings = settings or DecoderSettings()
         self._reader = BatchReader(dataset)
@@ -305,6 +308,8 @@ class Loader:
         tokens = shorten(labels[:, :CONTEXT_LENGTH].to(torch.int64), self._context_length)
         caption_index = labels[:, CONTEXT_LENGTH].to(torch.int64)
         ids, valid = torch.from_numpy(entry.planned.ids), torch.from_numpy(entry.planned.valid)
+        # A copy: DALI has its memory back at once, not when the device is through with all that uses the batch.
+        images = images.to(self._dtype, copy=True)
         return Batch(images, tokens, caption_index, ids, valid)
 
     # Records that cannot be decoded.

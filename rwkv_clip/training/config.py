@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..errors import UserError
 from .compilation import check_section as check_compile_section
 from .config_keys import STAGE_3, check_keys
@@ -260,6 +262,10 @@ def fill_scheduler(config: dict[str, Any], total_steps: int, warmup_steps: int, 
             if name not in known:
                 raise UserError(f'scheduler.params.{name} is "auto", which only {", ".join(known)} may be')
             params[name] = known[name]
+
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+"""What the weights and the images are in, by `precision_name`."""
 
 
 def precision_name(config: dict[str, Any]) -> str:

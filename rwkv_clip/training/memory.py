@@ -22,12 +22,11 @@ from torch.utils.checkpoint import checkpoint
 from ..model.clip import RWKVCLIP
 from ..model.compile import compiled_forward
 from ..model.config import ModelConfig
-from .config import BatchSizes, checkpoints_activations, precision_name
+from .config import DTYPES, BatchSizes, checkpoints_activations, precision_name
 from .config_values import AUTO
 from .engine import lock_towers, set_training_mode
 from .loss import ClipLoss
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # The allocator hands out whole blocks of so many bytes.
 _BLOCK = 512
 # fp32 matrices of logits that the loss's backward pass holds at once.
@@ -123,7 +122,8 @@ def step_memory(
     states, averages, buffers, temporary = _states(config, learned, width, sizes.world_size)
     averages *= averaged
     weights, gradients = count * width, learned * width
-    fixed = weights + states + averages + buffers
+    images = sizes.micro * 3 * model_config.image.image_size**2 * width
+    fixed = weights + states + averages + buffers + images
     return StepMemory(
         weights=weights,
         masters_and_moments=states,

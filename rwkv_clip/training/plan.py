@@ -29,7 +29,7 @@ from ..model.published import check_fit, read_state_dict
 from ..version import __version__
 from .arguments import build_parser, caption_weights
 from .checkpoint import Position, find_checkpoint
-from .config import BatchSizes, fill_scheduler, precision_name, read_config, resolve_config
+from .config import DTYPES, BatchSizes, fill_scheduler, precision_name, read_config, resolve_config
 from .distributed import World, available_cores
 from .engine import validate_config
 from .log import logger, phase
@@ -122,6 +122,7 @@ class Plan:
             "image_size": self.model_config.image.image_size,
             "context_length": self.model_config.text.context_length,
             "device": device,
+            "dtype": DTYPES[precision_name(self.config)],
             "settings": DecoderSettings(
                 num_threads=threads,
                 prefetch=self.args.prefetch,

@@ -39,6 +39,15 @@ def test_L1_every_rank_takes_the_same_number_of_full_batches_in_every_epoch(hund
                 assert [len(batch.images) for batch in loader.epoch(epoch)] == [8] * 4
 
 
+def test_pictures_come_in_the_dtype_asked_for_and_are_no_part_of_dalis_memory(hundred):
+    with train_loader(hundred, 8) as loader, train_loader(hundred, 8, dtype=torch.bfloat16) as other:
+        for plain, rounded in zip(loader.epoch(0), other.epoch(0), strict=True):
+            assert plain.images.dtype == torch.float32 and rounded.images.dtype == torch.bfloat16
+            assert torch.equal(plain.images.to(torch.bfloat16), rounded.images)
+            # PyTorch's own memory can grow, what came from elsewhere cannot.
+            assert plain.images.untyped_storage().resizable()
+
+
 def test_L4_no_picture_is_on_two_ranks_in_an_epoch(tmp_path):
     dataset = small_dataset(tmp_path, 40)
     for epoch in range(2):
