@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(256) sum_gu_kernel(const __grid_constant__ Job
 
 template <bool kSplit>
 static void set_shared_bytes(Plan& plan, bool backward) {
-    with_size(plan, [&](auto blocks, auto chunked) {
+    with_size(plan.blocks, plan.chunked(), [&](auto blocks, auto chunked) {
         constexpr int kBlocks = decltype(blocks)::value;
         constexpr bool kChunked = decltype(chunked)::value;
         plan.shared_bytes = backward ? BackwardLayout<kSplit, kBlocks, kChunked>(plan.groups).bytes
@@ -97,12 +97,15 @@ static Plan make_plan(const WKV6Params& params, bool backward) {
         plan.error = 1;  // cudaErrorInvalidValue
         return plan;
     }
+    plan.last_blocks = total - (plan.chunks - 1) * plan.blocks;
+    if (!plan.chunked() || plan.last_blocks > 2) plan.last_blocks = plan.blocks;
     plan.ahead = device.multiprocessors *
                  (backward ? backward_occupancy(split, plan.blocks) : forward_occupancy(split, plan.blocks));
     const size_t heads = static_cast<size_t>(params.B) * params.H;
     if (plan.chunks > 1) {
         const size_t tiles = heads * plan.chunks * plan.groups * plan.groups;
-        plan.states_bytes = tiles * (backward ? 6 : 2) * kTileBytes * (split ? 2 : 1);
+        plan.states_bytes = tiles * (backward ? 4 : 2) * kTileBytes * (split ? 2 : 1);
+        plan.decays_bytes = heads * plan.chunks * plan.groups * (backward ? 2 : 1) * 64;
     }
     if (backward) plan.gu_bytes = heads * plan.chunks * params.N * 4;
     return plan;
@@ -112,10 +115,12 @@ static Job make_job(const WKV6Params& params, const Plan& plan) {
     Job job = {};
     job.params = params;
     job.chunks = plan.chunks;
+    job.chunk_blocks = plan.blocks;
     job.ahead = plan.ahead;
     char* workspace = static_cast<char*>(params.workspace);
-    job.states = reinterpret_cast<uint32_t*>(workspace);
+    job.states = workspace;
     job.gu_parts = reinterpret_cast<float*>(workspace + plan.states_bytes);
+    job.chunk_decays = reinterpret_cast<float*>(workspace + plan.states_bytes + plan.gu_bytes);
     return job;
 }
 

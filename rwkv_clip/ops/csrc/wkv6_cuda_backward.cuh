@@ -25,7 +25,7 @@ struct BackwardLayout {
     // [block][4], after the last use of v, which is in the loop where there are states.
     static constexpr int kOwn = kChunked ? kSums + (kLevels + 3) * kBlocks * 64 : kV;
     static constexpr int kOwnBytes = 4 * kBlocks * kTile;
-    int v, gy, u, totals, between, gu_sums, sides, bytes;
+    int v, gy, u, totals, between, gu_sums, states, bytes;
 
     __host__ __device__ explicit BackwardLayout(int groups) {
         const int v_bytes = kBlocks * groups * kTile;
@@ -33,10 +33,11 @@ struct BackwardLayout {
         gy = v + (!kChunked && v_bytes < kOwnBytes ? kOwnBytes : v_bytes);  // [group][block]
         u = gy + v_bytes;                                                   // [channel], float
         totals = u + groups * 64;                                           // [block][channel], float
-        between = totals + kBlocks * groups * 64;                           // [level - 1][block][channel], float
-        gu_sums = between + (kLevels > 1 ? kLevels - 1 : 0) * kBlocks * groups * 64;  // [block][channel], float
-        sides = gu_sums + kBlocks * groups * 64;                                      // [side][group][block]
-        bytes = sides + (kChunked ? 2 * v_bytes : 0);
+        between = totals + kBlocks * groups * 64;                           // see Between
+        gu_sums = between + Between<kBlocks, kChunked>::kRows * kBlocks * groups * 64;  // [block][channel], float
+        // [side][kind][value group]; after the loop [parity][side][value group].
+        states = gu_sums + kBlocks * groups * 64;
+        bytes = states + (kChunked ? 4 * groups * kTile : 0);
     }
 };
 
@@ -132,7 +133,7 @@ __global__ void __launch_bounds__(32 * kBlocks, backward_occupancy(Element::kSpl
     using Meet = Meeting<kBlocks>;
     constexpr int kTile = Layout::kTile;
     const Lane lane;
-    const Work work(job, kBlocks, blockIdx.x, blockIdx.y);
+    const Work work(job, blockIdx.x, blockIdx.y);
     const Layout layout(work.groups);
     const WKV6Params& params = job.params;
     const Head<Element> r(params.r, work.b, work.h), k(params.k, work.b, work.h), v(params.v, work.b, work.h);
@@ -154,11 +155,22 @@ __global__ void __launch_bounds__(32 * kBlocks, backward_occupancy(Element::kSpl
     };
     const auto v_tile = [&](int block, int group) { return shared + layout.v + (group * kBlocks + block) * kTile; };
     const auto gy_tile = [&](int block, int group) { return shared + layout.gy + (group * kBlocks + block) * kTile; };
-    const auto side_tile = [&](int side, int group) {
-        return shared + layout.sides + ((side * work.groups + group) * kBlocks + work.block) * kTile;
+    const Address states = shared + layout.states;
+    const auto state_tile = [&](int side, int kind, int value_group) {
+        return states + ((side * 2 + kind) * work.groups + value_group) * kTile;
     };
+    // Asks for the states that are read next, once all warps have read the present ones.
+    const auto copy_next_states = [&](int next) {
+        if (next < work.groups) {
+            copy_states<kSplit, kBlocks, 2>(states, job, work, next);
+        } else {
+            copy_states_of<kSplit, kBlocks, 2>(kQueriesAndGradients, states, job, work, 0);
+        }
+    };
+    Sides<kSplit> sides;  // of k
 
     if (work.head < job.ahead) prefetch_rows(r, k, work.place(job, 0), lane);
+    if constexpr (kChunked) copy_next_states(0);
     const Head<Element> both[2] = {v, gy};
     load_block(totals, w, both, job, work, lane, [&](int group, const Rows<Element>(&rows)[2]) {
         store(v_tile(work.block, group), rows[0].operand(), lane);
@@ -172,7 +184,7 @@ __global__ void __launch_bounds__(32 * kBlocks, backward_occupancy(Element::kSpl
     }
     load_u(u, job, work);
     __syncthreads();
-    write_decays_between<kBlocks>(between, totals, work, lane);
+    Between<kBlocks, kChunked>::write(between, totals, work, lane);
 
     // gA[t, s]: rows are the own tokens.
     float ga_diagonal[4];
@@ -210,30 +222,30 @@ __global__ void __launch_bounds__(32 * kBlocks, backward_occupancy(Element::kSpl
     };
     __syncthreads();
 
-    // The pairs around the whole chunk: this warp's share of the sum over value channels, to row 0 of the sums, which
-    // level 16 does not need.
+    // The pairs around the whole chunk, the diagonal of a product of states: this warp's share of the sum over value
+    // channels, to row 0 of the sums, which level 16 does not need.
     const auto write_state_product = [&](int group) {
-        float product[2] = {};
+        float sums[8] = {};
         if (has_state(job, work, 0) && has_state(job, work, 1)) {
             for (int value_group = work.block; value_group < work.groups; value_group += kBlocks) {
 #pragma unroll
                 for (int side = 0; side < 2; ++side) {
-                    float left[8], right[8];
-                    get_values(left, load_state<kSplit>(job, work, kKeysAndValues, side, group, value_group, lane));
-                    get_values(right,
-                               load_state<kSplit>(job, work, kQueriesAndGradients, 1 - side, group, value_group, lane));
-#pragma unroll
-                    for (int i = 0; i < 8; ++i) product[i >> 1 & 1] += left[i] * right[i];
+                    add_product(sums, left_rows<kSplit>(state_tile(side, kKeysAndValues, value_group), lane),
+                                right_rows<kSplit>(state_tile(1 - side, kQueriesAndGradients, value_group), lane),
+                                lane);
                 }
             }
         }
+        if ((lane.g >> 1) == lane.q) {
+            const float diagonal[2] = {lane.g & 1 ? sums[1] : sums[0], lane.g & 1 ? sums[7] : sums[6]};
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int c = permuted(8 * half + lane.g);
-            product[half] += from_lane_xor<1>(product[half]);
-            product[half] += from_lane_xor<2>(product[half]);
-            product[half] *= decay_of_blocks(totals, work.channels, 16 * group + c, 0, kBlocks);
-            if (lane.q == 0) sums_row(0, work.block)[c] = product[half];
+            for (int half = 0; half < 2; ++half) {
+                const int c = permuted(8 * half + lane.g), channel = 16 * group + c;
+                const float* outer = between + channel;
+                sums_row(0, work.block)[c] = diagonal[half] * totals[work.block * work.channels + channel] *
+                                             outer[Between<kBlocks, true>::row_of_side(0, work)] *
+                                             outer[Between<kBlocks, true>::row_of_side(1, work)];
+            }
         }
     };
 
@@ -251,9 +263,11 @@ __global__ void __launch_bounds__(32 * kBlocks, backward_occupancy(Element::kSpl
     for (int group = 0; group < work.groups; ++group) {
         if (kChunked && work.empty && group >= 1) {  // its tiles and sums are 0 by now
             if (lane.id < 16) gu_sums[work.block * work.channels + 16 * group + lane.id] = 0.f;
+            wait_for_copies();
             __syncthreads();
             write_state_product(group);
             __syncthreads();
+            copy_next_states(group + 1);
             continue;
         }
         const Place place = work.place(job, group);
@@ -354,6 +368,7 @@ __global__ void __launch_bounds__(32 * kBlocks, backward_occupancy(Element::kSpl
             to[2] = gu_block[1];
         }
 
+        if constexpr (kChunked) wait_for_copies();
         __syncthreads();
         // What a level or a side adds, from the sums over the other tokens.
         const auto add_sums = [&](const Scale<kSplit>& scale, const Operand<kSplit>& scaled_r,
@@ -388,17 +403,18 @@ __global__ void __launch_bounds__(32 * kBlocks, backward_occupancy(Element::kSpl
         if constexpr (kChunked) {
             write_state_product(group);
             for (int side = 0; side < 2; ++side) {
-                const Scale<kSplit> scale = scale_to_chunk<kSplit, kBlocks>(decay, totals, work, group, side, lane);
-                const Operand<kSplit> scaled_r = multiply(r_channels, scale), scaled_k = multiply(k_channels, scale);
-                store(side_tile(side, group), scaled_k, lane);
                 if (!has_state(job, work, side)) continue;
+                const Scale<kSplit> scale = scale_to_chunk<kSplit, kBlocks>(decay, between, work, group, side, lane);
+                const Operand<kSplit> scaled_r = multiply(r_channels, scale), scaled_k = multiply(k_channels, scale);
+                store(own_tile(2 + side), scaled_k, lane);
+                __syncwarp();
+                sides.tiles[side][group] = left_columns<kSplit>(own_tile(2 + side), lane);
                 float level_r[8] = {}, level_k[8] = {};
 #pragma unroll 2
                 for (int value_group = 0; value_group < work.groups; ++value_group) {
-                    add_product(level_r, load_state<kSplit>(job, work, kKeysAndValues, side, group, value_group, lane),
+                    add_product(level_r, left_rows<kSplit>(state_tile(side, kKeysAndValues, value_group), lane),
                                 right_rows<kSplit>(gy_tile(work.block, value_group), lane), lane);
-                    add_product(level_k,
-                                load_state<kSplit>(job, work, kQueriesAndGradients, side, group, value_group, lane),
+                    add_product(level_k, left_rows<kSplit>(state_tile(side, kQueriesAndGradients, value_group), lane),
                                 right_rows<kSplit>(v_tile(work.block, value_group), lane), lane);
                 }
                 const Operand<kSplit> q = add_sums(scale, scaled_r, level_r, scaled_k, level_k, side == 0);
@@ -416,6 +432,7 @@ __global__ void __launch_bounds__(32 * kBlocks, backward_occupancy(Element::kSpl
         }
 
         __syncthreads();
+        if constexpr (kChunked) copy_next_states(group + 1);
         // The tokens of other blocks in the same half.
         float beyond[2] = {};
         const auto add_row = [&](const float* row) {
@@ -470,27 +487,29 @@ __global__ void __launch_bounds__(32 * kBlocks, backward_occupancy(Element::kSpl
     for (int slot = 0; slot < Meet::kSlots; ++slot) set_values(other_weights[slot], across[slot]);
 
     const Head<Element> gv(params.gv, work.b, work.h);
-#pragma unroll 1
-    for (int group = 0; group < work.groups; ++group) {
-        float out[8];
-        new_product(out, own_weights, right_columns<kSplit>(gy_tile(work.block, group), lane), lane);
+    const auto finish = [&](int group, float(&sums)[8]) {
+        add_product(sums, own_weights, right_columns<kSplit>(gy_tile(work.block, group), lane), lane);
         for_each<Meet::kLevels>([&](auto level) {
             Meet::template for_each_other<decltype(level)::value>(work.block, [&](auto slot, int other) {
-                add_product(out, other_weights[decltype(slot)::value],
+                add_product(sums, other_weights[decltype(slot)::value],
                             right_columns<kSplit>(gy_tile(other, group), lane), lane);
             });
         });
-        if constexpr (kChunked) {
-            for (int side = 0; side < 2; ++side) {
-                if (!has_state(job, work, side)) continue;
-#pragma unroll 4
-                for (int key_group = 0; key_group < work.groups; ++key_group) {
-                    add_product(out, left_columns<kSplit>(side_tile(side, key_group), lane),
-                                load_state<kSplit>(job, work, kGradientsByKeys, side, key_group, group, lane), lane);
-                }
-            }
+        write_rows(gv, work.place(job, group), sums, lane);
+    };
+    if constexpr (kChunked) {
+        float sums[kMaxGroups][8] = {};
+        add_states<kSplit, kBlocks, 2>(sums, sides, states, job, work, kQueriesAndGradients, lane);
+        for_each<kMaxGroups>([&](auto index) {
+            constexpr int kGroup = decltype(index)::value;
+            if (kGroup < work.groups) finish(kGroup, sums[kGroup]);
+        });
+    } else {
+#pragma unroll 1
+        for (int group = 0; group < work.groups; ++group) {
+            float sums[8] = {};
+            finish(group, sums);
         }
-        write_rows(gv, work.place(job, group), out, lane);
     }
 }
 

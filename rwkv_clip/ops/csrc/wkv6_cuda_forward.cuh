@@ -14,15 +14,15 @@ struct ForwardLayout {
     static constexpr int kScaledR = kScaledK + 2 * kLevels * kBlocks * kTile;  // [level][block]
     static constexpr int kOwn = kScaledR + kLevels * kBlocks * kTile;          // [block][4]
     static constexpr int kFixed = kOwn + 4 * kBlocks * kTile;
-    int u, totals, between, v, sides, bytes;
+    int u, totals, between, v, states, bytes;
 
     __host__ __device__ explicit ForwardLayout(int groups) {
-        u = kFixed;                                                             // [channel], float
-        totals = u + groups * 64;                                               // [block][channel], float
-        between = totals + kBlocks * groups * 64;                               // [level - 1][block][channel], float
-        v = between + (kLevels > 1 ? kLevels - 1 : 0) * kBlocks * groups * 64;  // [group][block]
-        sides = v + kBlocks * groups * kTile;                                   // [side][group][block]
-        bytes = sides + (kChunked ? kBlocks * 2 * groups * kTile : 0);
+        u = kFixed;                                                              // [channel], float
+        totals = u + groups * 64;                                                // [block][channel], float
+        between = totals + kBlocks * groups * 64;                                // see Between
+        v = between + Between<kBlocks, kChunked>::kRows * kBlocks * groups * 64;  // [group][block]
+        states = v + kBlocks * groups * kTile;                                   // [parity][side][value group]
+        bytes = states + (kChunked ? 4 * groups * kTile : 0);
     }
 };
 
@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(32 * kBlocks, forward_occupancy(Element::kSpli
     using Meet = Meeting<kBlocks>;
     constexpr int kTile = Layout::kTile;
     const Lane lane;
-    const Work work(job, kBlocks, blockIdx.x, blockIdx.y);
+    const Work work(job, blockIdx.x, blockIdx.y);
     const Layout layout(work.groups);
     const WKV6Params& params = job.params;
     const Head<Element> r(params.r, work.b, work.h), k(params.k, work.b, work.h), v(params.v, work.b, work.h);
@@ -49,18 +49,18 @@ __global__ void __launch_bounds__(32 * kBlocks, forward_occupancy(Element::kSpli
     const auto r_tile = [&](int m) { return shared + Layout::kScaledR + (m * kBlocks + work.block) * kTile; };
     const auto own_tile = [&](int i) { return shared + Layout::kOwn + (work.block * 4 + i) * kTile; };
     const auto v_tile = [&](int block, int group) { return shared + layout.v + (group * kBlocks + block) * kTile; };
-    const auto side_tile = [&](int side, int group) {
-        return shared + layout.sides + ((side * work.groups + group) * kBlocks + work.block) * kTile;
-    };
+    const Address states = shared + layout.states;
+    Sides<kSplit> sides;  // of r
 
     if (work.head < job.ahead) prefetch_rows(r, k, work.place(job, 0), lane);
+    if constexpr (kChunked) copy_states<kSplit, kBlocks, 1>(states, job, work, 0);
     const Head<Element> values[1] = {v};
     load_block(totals, w, values, job, work, lane, [&](int group, const Rows<Element>(&rows)[1]) {
         store(v_tile(work.block, group), rows[0].operand(), lane);
     });
     load_u(u, job, work);
     __syncthreads();
-    write_decays_between<kBlocks>(between, totals, work, lane);
+    Between<kBlocks, kChunked>::write(between, totals, work, lane);
 
     PairsInside inside;
     float across[Meet::kSlots][8] = {};
@@ -97,10 +97,18 @@ __global__ void __launch_bounds__(32 * kBlocks, forward_occupancy(Element::kSpli
             store(k_tile(group & 1, m, work.block), multiply(k_channels, scale), lane);
         }
         if constexpr (kChunked) {
+#pragma unroll
             for (int side = 0; side < 2; ++side) {
-                const Scale<kSplit> scale = scale_to_chunk<kSplit, kBlocks>(decay, totals, work, group, side, lane);
-                store(side_tile(side, group), multiply(r_channels, scale), lane);
+                if (!has_state(job, work, side)) continue;
+                const Scale<kSplit> scale = scale_to_chunk<kSplit, kBlocks>(decay, between, work, group, side, lane);
+                store(own_tile(side), multiply(r_channels, scale), lane);
             }
+            __syncwarp();
+#pragma unroll
+            for (int side = 0; side < 2; ++side) {
+                if (has_state(job, work, side)) sides.tiles[side][group] = left_columns<kSplit>(own_tile(side), lane);
+            }
+            __syncwarp();
         }
         {
             float r_values[8], k_values[8];
@@ -143,27 +151,29 @@ __global__ void __launch_bounds__(32 * kBlocks, forward_occupancy(Element::kSpli
     for (int slot = 0; slot < Meet::kSlots; ++slot) set_values(other_weights[slot], across[slot]);
 
     const Head<Element> y(params.y, work.b, work.h);
-#pragma unroll 1
-    for (int group = 0; group < work.groups; ++group) {
-        float sums[8];
-        new_product(sums, own_weights, right_columns<kSplit>(v_tile(work.block, group), lane), lane);
+    const auto finish = [&](int group, float(&sums)[8]) {
+        add_product(sums, own_weights, right_columns<kSplit>(v_tile(work.block, group), lane), lane);
         for_each<Meet::kLevels>([&](auto level) {
             Meet::template for_each_other<decltype(level)::value>(work.block, [&](auto slot, int other) {
                 add_product(sums, other_weights[decltype(slot)::value],
                             right_columns<kSplit>(v_tile(other, group), lane), lane);
             });
         });
-        if constexpr (kChunked) {
-            for (int side = 0; side < 2; ++side) {
-                if (!has_state(job, work, side)) continue;
-#pragma unroll 4
-                for (int key_group = 0; key_group < work.groups; ++key_group) {
-                    add_product(sums, left_columns<kSplit>(side_tile(side, key_group), lane),
-                                load_state<kSplit>(job, work, kKeysAndValues, side, key_group, group, lane), lane);
-                }
-            }
-        }
         write_rows(y, work.place(job, group), sums, lane);
+    };
+    if constexpr (kChunked) {
+        float sums[kMaxGroups][8] = {};
+        add_states<kSplit, kBlocks, 1>(sums, sides, states, job, work, kKeysAndValues, lane);
+        for_each<kMaxGroups>([&](auto index) {
+            constexpr int kGroup = decltype(index)::value;
+            if (kGroup < work.groups) finish(kGroup, sums[kGroup]);
+        });
+    } else {
+#pragma unroll 1
+        for (int group = 0; group < work.groups; ++group) {
+            float sums[8] = {};
+            finish(group, sums);
+        }
     }
 }
 

@@ -12,10 +12,13 @@ namespace wkv6 {
 // Chunks meet through states, of which there are none when there is one chunk.
 struct Job {
     WKV6Params params;
-    int chunks;
-    int ahead;         // thread blocks on the device at a time, about: which head's data a block asks for
-    uint32_t* states;  // see wkv6_cuda_states.cuh
-    float* gu_parts;   // [head, chunk, N]
+    int chunks;           // in the sequence
+    int chunk_blocks;     // in a chunk; a thread block of the last one may have fewer
+    int first_chunk;      // of the launch
+    int ahead;            // thread blocks on the device at a time, about: which head's data a block asks for
+    char* states;         // see wkv6_cuda_states.cuh
+    float* gu_parts;      // [head, chunk, N]
+    float* chunk_decays;  // [head, kind of state, chunk, channel]
 };
 
 // Sizes and indices that follow from a Job, for the warp that asks.
@@ -25,15 +28,15 @@ struct Work {
     int first_token;       // of the warp's block
     bool alone, empty;     // the block has one token at most, or none
 
-    __device__ __forceinline__ Work(const Job& job, int blocks, int head_index, int chunk_index) {
+    __device__ __forceinline__ Work(const Job& job, int head_index, int chunk_index) {
         head = head_index;
         b = head / job.params.H;
         h = head % job.params.H;
-        chunk = chunk_index;
+        chunk = job.first_chunk + chunk_index;
         block = warp_id();
         groups = (job.params.N + 15) / 16;
         channels = 16 * groups;
-        first_token = 16 * (chunk * blocks + block);
+        first_token = 16 * (chunk * job.chunk_blocks + block);
         alone = first_token + 1 >= job.params.T;
         empty = first_token >= job.params.T;
     }
@@ -59,9 +62,11 @@ __device__ __forceinline__ void for_each(Function&& function) {
 }
 
 // How many thread blocks of a kernel a multiprocessor is to hold, by which the compiler limits registers.
-constexpr int forward_occupancy(bool split, int blocks) { return split ? (blocks > 4 ? 2 : 3) : blocks > 4 ? 3 : 4; }
+constexpr int forward_occupancy(bool split, int blocks) {
+    return blocks > 4 ? (split ? 2 : 3) : (split ? 12 : 16) / blocks;
+}
 
-constexpr int backward_occupancy(bool split, int blocks) { return split || blocks > 4 ? 2 : 3; }
+constexpr int backward_occupancy(bool split, int blocks) { return blocks > 4 ? 2 : (split ? 8 : 12) / blocks; }
 
 // How the kBlocks blocks of a chunk meet. At level 16 * 2^m a block meets the blocks of the neighbouring half of 2^m
 // blocks: for i < 2^m block other(block, m, i), or none (-1). What a warp keeps for each of the other blocks has
@@ -157,24 +162,46 @@ __device__ __forceinline__ float decay_of_blocks(const float* totals, int channe
     return product;
 }
 
-// The decay between the warp's block and the border at which it meets the other half of level 16 * 2^m, for m >= 1, to
-// between[((m - 1) * kBlocks + block) * channels + c]. Read by the same warp only.
-template <int kBlocks>
-__device__ __forceinline__ void write_decays_between(float* between, const float* totals, const Work& work,
-                                                     const Lane& lane) {
-#pragma unroll
-    for (int m = 1; m < Meeting<kBlocks>::kLevels; ++m) {
-        const int start = work.block >> m << m;
-        const bool is_later = Meeting<kBlocks>::is_later(work.block, m);
-        const int first = is_later ? start : work.block + 1;
-        const int last = is_later ? work.block : min(start + (1 << m), kBlocks);
-        float* row = between + ((m - 1) * kBlocks + work.block) * work.channels;
-        for (int c = lane.id; c < work.channels; c += 32) {
-            row[c] = decay_of_blocks(totals, work.channels, c, first, last);
-        }
+// Tables [row][block][channel] of the decay between a block and a border of each level 16 * 2^m, m >= 1, at which it
+// meets the other half; in chunks of a longer sequence also to the chunk's start (side 0) and end (side 1).
+template <int kBlocks, bool kChunked>
+struct Between {
+    static constexpr int kLevelRows = Meeting<kBlocks>::kLevels > 1 ? Meeting<kBlocks>::kLevels - 1 : 0;
+    static constexpr int kRows = kLevelRows + (kChunked ? 2 : 0);
+
+    static __device__ __forceinline__ int row(int row, const Work& work) {
+        return (row * kBlocks + work.block) * work.channels;
     }
-    __syncwarp();
-}
+    static __device__ __forceinline__ int row_of_level(int m, const Work& work) { return row(m - 1, work); }
+    static __device__ __forceinline__ int row_of_side(int side, const Work& work) {
+        return row(kLevelRows + side, work);
+    }
+
+    // Writes the rows of the warp's block; read by the same warp only.
+    static __device__ __forceinline__ void write(float* between, const float* totals, const Work& work,
+                                                 const Lane& lane) {
+        for (int c = lane.id; c < work.channels; c += 32) {
+            float products[kRows > 0 ? kRows : 1];
+#pragma unroll
+            for (int i = 0; i < kRows; ++i) products[i] = 1.f;
+#pragma unroll
+            for (int other = 0; other < kBlocks; ++other) {
+                const float total = totals[other * work.channels + c];
+                const bool is_before = other < work.block, is_after = other > work.block;
+#pragma unroll
+                for (int m = 1; m <= kLevelRows; ++m) {
+                    const bool is_between = Meeting<kBlocks>::is_later(work.block, m) ? is_before : is_after;
+                    if (is_between && other >> m == work.block >> m) products[m - 1] *= total;
+                }
+                if (kChunked && is_before) products[kLevelRows] *= total;
+                if (kChunked && is_after) products[kLevelRows + 1] *= total;
+            }
+#pragma unroll
+            for (int i = 0; i < kRows; ++i) between[row(i, work) + c] = products[i];
+        }
+        __syncwarp();
+    }
+};
 
 // Scale of level 16 * 2^m.
 template <bool kSplit, int kBlocks>
@@ -182,11 +209,20 @@ __device__ __forceinline__ Scale<kSplit> scale_across(const BlockDecay<kSplit>& 
                                                       const Work& work, int group, int m, const Lane& lane) {
     float outer[2] = {1.f, 1.f};
     if (m > 0) {
-        const float* row = between + ((m - 1) * kBlocks + work.block) * work.channels + 16 * group + permuted(lane.g);
+        const float* row = between + Between<kBlocks, false>::row_of_level(m, work) + 16 * group + permuted(lane.g);
         outer[0] = row[0];
         outer[1] = row[2];
     }
     return decay.across(Meeting<kBlocks>::is_later(lane.warp, m), outer);
+}
+
+// Scale of a block towards the chunk's start (side 0) or end (side 1).
+template <bool kSplit, int kBlocks>
+__device__ __forceinline__ Scale<kSplit> scale_to_chunk(const BlockDecay<kSplit>& decay, const float* between,
+                                                        const Work& work, int group, int side, const Lane& lane) {
+    const float* row = between + Between<kBlocks, true>::row_of_side(side, work) + 16 * group + permuted(lane.g);
+    const float outer[2] = {row[0], row[2]};
+    return decay.across(side == 0, outer);
 }
 
 // u[channels] in fp32, 0 outside N, by the whole thread block.

@@ -7,25 +7,45 @@
 
 namespace wkv6 {
 
+// The main kernel for some of the chunks, in thread blocks of `blocks` warps.
 template <class Element, class W, bool kBackward>
-int launch_all(const Job& job, const Plan& plan) {
-    return with_size(plan, [&](auto blocks, auto chunked) {
+int launch_chunks(Job job, const Plan& plan, int blocks, int first, int count) {
+    job.first_chunk = first;
+    return with_size(blocks, plan.chunked(), [&](auto blocks, auto chunked) {
         constexpr int kBlocks = decltype(blocks)::value;
         constexpr bool kChunked = decltype(chunked)::value;
         const int heads = job.params.B * job.params.H;
-        if constexpr (kChunked) {
-            const int error = launch(states_kernel<Element, W, kBlocks, kBackward>, (kBackward ? 4 : 2) * heads, 1,
-                                     32 * kBlocks, plan.states_shared_bytes, job);
-            if (error) return error;
-        }
         if constexpr (kBackward) {
-            return launch(backward_kernel<Element, W, kBlocks, kChunked>, heads, plan.chunks, 32 * kBlocks,
-                          plan.shared_bytes, job);
+            const BackwardLayout<Element::kSplit, kBlocks, kChunked> layout(plan.groups);
+            return launch(backward_kernel<Element, W, kBlocks, kChunked>, heads, count, 32 * kBlocks, layout.bytes,
+                          job);
         } else {
-            return launch(forward_kernel<Element, W, kBlocks, kChunked>, heads, plan.chunks, 32 * kBlocks,
-                          plan.shared_bytes, job);
+            const ForwardLayout<Element::kSplit, kBlocks, kChunked> layout(plan.groups);
+            return launch(forward_kernel<Element, W, kBlocks, kChunked>, heads, count, 32 * kBlocks, layout.bytes, job);
         }
     });
+}
+
+template <class Element, class W, bool kBackward>
+int launch_all(const Job& job, const Plan& plan) {
+    if (plan.chunks > 1) {
+        const int error = with_size(plan.blocks, true, [&](auto blocks, auto chunked) {
+            constexpr int kBlocks = decltype(blocks)::value;
+            if constexpr (decltype(chunked)::value) {
+                return launch(states_kernel<Element, W, kBlocks, kBackward>,
+                              (kBackward ? 2 : 1) * job.params.B * job.params.H, 1, 32 * kBlocks,
+                              plan.states_shared_bytes, job);
+            }
+            return 0;
+        });
+        if (error) return error;
+    }
+    const int full = plan.chunks - (plan.last_blocks < plan.blocks);
+    if (full) {
+        const int error = launch_chunks<Element, W, kBackward>(job, plan, plan.blocks, 0, full);
+        if (error || full == plan.chunks) return error;
+    }
+    return launch_chunks<Element, W, kBackward>(job, plan, plan.last_blocks, full, 1);
 }
 
 template <class Element, class W>

@@ -8,24 +8,26 @@ namespace wkv6 {
 
 struct Plan {
     int blocks, chunks, groups;
+    int last_blocks;                // of the last chunk's thread blocks: few when only a few tokens are left
     size_t shared_bytes;            // of the main kernel
     size_t states_shared_bytes;     // of states_kernel
-    size_t states_bytes, gu_bytes;  // workspace, in this order
+    size_t states_bytes, gu_bytes, decays_bytes;  // workspace, in this order
     int ahead;
     int error;
 
-    size_t workspace_bytes() const { return states_bytes + gu_bytes; }
+    bool chunked() const { return chunks > 1 || blocks < 4; }
+    size_t workspace_bytes() const { return states_bytes + gu_bytes + decays_bytes; }
 };
 
-// Calls function(blocks, chunked) with the plan's sizes as constants, those that the kernels are compiled for.
+// Calls function(blocks, chunked) with the sizes as constants, those that the kernels are compiled for.
 template <class Function>
-auto with_size(const Plan& plan, Function function) {
-    if (plan.chunks > 1 || plan.blocks < 4) {
-        if (plan.blocks == 1) return function(Constant<1>{}, std::true_type{});
-        if (plan.blocks == 2) return function(Constant<2>{}, std::true_type{});
+auto with_size(int blocks, bool chunked, Function function) {
+    if (chunked) {
+        if (blocks == 1) return function(Constant<1>{}, std::true_type{});
+        if (blocks == 2) return function(Constant<2>{}, std::true_type{});
         return function(Constant<4>{}, std::true_type{});
     }
-    if (plan.blocks == 5) return function(Constant<5>{}, std::false_type{});
+    if (blocks == 5) return function(Constant<5>{}, std::false_type{});
     return function(Constant<4>{}, std::false_type{});
 }
 

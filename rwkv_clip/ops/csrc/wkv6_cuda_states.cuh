@@ -2,174 +2,308 @@
 //
 // For a chunk, side 0 (left) of k and v: state[c, j] = sum over the tokens s of all earlier chunks of k[s, c] v[s, j]
 // times the decays after s up to the chunk's start. Side 1 (right): all later chunks, down to the chunk's end. The
-// backward pass also needs the same of r and gy. Tiles of 16 key channels and 16 value channels lie in memory as the
-// factors that products read, a lane's registers together.
+// backward pass also needs the same of r and gy. A state lies in memory as tiles of 16 key channels (rows) and 16 value
+// channels, each as in shared memory.
 #pragma once
 
 #include "wkv6_cuda_job.cuh"
 
 namespace wkv6 {
 
-// What is kept of every chunk, for both sides.
-enum StateKind {
-    kKeysAndValues,  // of k, v: a right factor with n = j, k = c (forward); a left one with m = c, k = j (backward)
-    kQueriesAndGradients,  // of r, gy: a left factor with m = c, k = j
-    kGradientsByKeys,      // of r, gy: a right factor with n = j, k = c
-};
+enum StateKind { kKeysAndValues, kQueriesAndGradients };
 
-template <bool kSplit>
-__device__ __forceinline__ uint32_t* state_tile(const Job& job, const Work& work, int kind, int side, int key_group,
-                                                int value_group) {
-    constexpr int kWords = (kSplit ? 2 : 1) * kTileBytes / 4;
-    const int64_t chunk =
-        (static_cast<int64_t>(kind * 2 + side) * job.params.B * job.params.H + work.head) * job.chunks + work.chunk;
-    return job.states + ((chunk * work.groups + key_group) * work.groups + value_group) * kWords;
+constexpr int kMaxGroups = 8;  // N <= 128
+
+// The tiles of a key group lie one after another: [head][chunk][key group][side][kind][value group]. The forward pass
+// has one kind.
+template <bool kSplit, int kKinds>
+__device__ __forceinline__ char* state_row(const Job& job, const Work& work, int key_group, int side, int kind) {
+    const int64_t row = (static_cast<int64_t>(work.head) * job.chunks + work.chunk) * work.groups + key_group;
+    return job.states + ((row * 2 + side) * kKinds + kind) * work.groups * Operand<kSplit>::kBytes;
 }
 
 __device__ __forceinline__ bool has_state(const Job& job, const Work& work, int side) {
     return side ? work.chunk + 1 < job.chunks : work.chunk > 0;
 }
 
+// A lane's values of a tile; `at` is its place in the tile.
 template <bool kSplit>
-__device__ __forceinline__ Operand<kSplit> load_state(const Job& job, const Work& work, StateKind kind, int side,
-                                                      int key_group, int value_group, const Lane& lane) {
-    const uint4* from =
-        reinterpret_cast<const uint4*>(state_tile<kSplit>(job, work, kind, side, key_group, value_group));
+__device__ __forceinline__ void write_state(char* at, const float (&values)[8]) {
     Operand<kSplit> operand;
-    const uint4 high = from[lane.id];
-    operand.high[0] = high.x, operand.high[1] = high.y, operand.high[2] = high.z, operand.high[3] = high.w;
-    if constexpr (kSplit) {
-        const uint4 low = from[32 + lane.id];
-        operand.low[0] = low.x, operand.low[1] = low.y, operand.low[2] = low.z, operand.low[3] = low.w;
+    set_values(operand, values);
+#pragma unroll
+    for (int a = 0; a < 4; ++a) {
+        *as<uint32_t>(at + 128 * a) = operand.high[a];
+        if constexpr (kSplit) *as<uint32_t>(at + kTileBytes + 128 * a) = operand.low[a];
     }
-    return operand;
 }
 
 template <bool kSplit>
-__device__ __forceinline__ void write_state(const Job& job, const Work& work, StateKind kind, int side, int key_group,
-                                            int value_group, const Operand<kSplit>& operand, const Lane& lane) {
-    uint4* to = reinterpret_cast<uint4*>(state_tile<kSplit>(job, work, kind, side, key_group, value_group));
-    to[lane.id] = uint4{operand.high[0], operand.high[1], operand.high[2], operand.high[3]};
-    if constexpr (kSplit) to[32 + lane.id] = uint4{operand.low[0], operand.low[1], operand.low[2], operand.low[3]};
+__device__ __forceinline__ void read_state(float (&values)[8], char* at) {
+    Operand<kSplit> operand;
+#pragma unroll
+    for (int a = 0; a < 4; ++a) {
+        operand.high[a] = *as<uint32_t>(at + 128 * a);
+        if constexpr (kSplit) operand.low[a] = *as<uint32_t>(at + kTileBytes + 128 * a);
+    }
+    get_values(values, operand);
 }
 
-// Scale of a block towards the chunk's start (side 0) or end (side 1).
-template <bool kSplit, int kBlocks>
-__device__ __forceinline__ Scale<kSplit> scale_to_chunk(const BlockDecay<kSplit>& decay, const float* totals,
-                                                        const Work& work, int group, int side, const Lane& lane) {
-    float outer[2];
-    const int c = 16 * group + permuted(lane.g);
+// Asks for a piece of the states, by the whole thread block.
+template <int kBlocks>
+__device__ __forceinline__ void copy_to_shared(Address to, const char* from, int bytes) {
+    for (int at = 16 * threadIdx.x; at < bytes; at += 512 * kBlocks) copy_async(to + at, from + at);
+}
+
+// Asks for the chunk's states of a key group, to [side][kind][value group] in shared memory.
+template <bool kSplit, int kBlocks, int kKinds>
+__device__ __forceinline__ void copy_states(Address to, const Job& job, const Work& work, int key_group) {
+    const int first = has_state(job, work, 0) ? 0 : 1, last = has_state(job, work, 1) ? 2 : 1;
+    const int bytes = kKinds * work.groups * Operand<kSplit>::kBytes;  // of a side
+    copy_to_shared<kBlocks>(to + first * bytes, state_row<kSplit, kKinds>(job, work, key_group, first, 0),
+                            (last - first) * bytes);
+}
+
+// The same of one kind, to [side][value group].
+template <bool kSplit, int kBlocks, int kKinds>
+__device__ __forceinline__ void copy_states_of(StateKind kind, Address to, const Job& job, const Work& work,
+                                               int key_group) {
+    if constexpr (kKinds == 1) {
+        copy_states<kSplit, kBlocks, 1>(to, job, work, key_group);
+    } else {
+        const int bytes = work.groups * Operand<kSplit>::kBytes;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        outer[half] = decay_of_blocks(totals, work.channels, c + 2 * half, side ? work.block + 1 : 0,
-                                      side ? kBlocks : work.block);
+        for (int side = 0; side < 2; ++side) {
+            if (!has_state(job, work, side)) continue;
+            copy_to_shared<kBlocks>(to + side * bytes, state_row<kSplit, kKinds>(job, work, key_group, side, kind),
+                                    bytes);
+        }
     }
-    return decay.across(side == 0, outer);
+}
+
+// What a warp multiplies states with, of both sides and all key groups: too much for registers while there are others.
+template <bool kSplit>
+struct Sides {
+    Operand<kSplit> tiles[2][kMaxGroups];
+};
+
+// sums[value group] += the sides' tiles times the states of one kind, over all key groups. `copies` is
+// [parity][side][value group] in shared memory; those of key group 0 have been asked for.
+template <bool kSplit, int kBlocks, int kKinds>
+__device__ __forceinline__ void add_states(float (&sums)[kMaxGroups][8], const Sides<kSplit>& sides, Address copies,
+                                           const Job& job, const Work& work, StateKind kind, const Lane& lane) {
+    const int bytes = work.groups * Operand<kSplit>::kBytes;
+#pragma unroll 1
+    for (int key_group = 0; key_group < work.groups; ++key_group) {
+        wait_for_copies();
+        __syncthreads();
+        const Address here = copies + (key_group & 1) * 2 * bytes, other = copies + (~key_group & 1) * 2 * bytes;
+        if (key_group + 1 < work.groups) copy_states_of<kSplit, kBlocks, kKinds>(kind, other, job, work, key_group + 1);
+        if (work.empty) continue;
+#pragma unroll
+        for (int side = 0; side < 2; ++side) {
+            if (!has_state(job, work, side)) continue;
+            const Operand<kSplit> left = sides.tiles[side][key_group];
+            for_each<kMaxGroups>([&](auto value_group) {
+                constexpr int kGroup = decltype(value_group)::value;
+                if (kGroup >= work.groups) return;
+                const Address tile = here + side * bytes + kGroup * Operand<kSplit>::kBytes;
+                add_product(sums[kGroup], left, right_columns<kSplit>(tile, lane), lane);
+            });
+        }
+    }
 }
 
 template <bool kSplit, int kBlocks>
 struct StatesLayout {
-    static constexpr int kTile = kSplit ? 2 * kTileBytes : kTileBytes;
-    int scaled, values, scratch, totals, bytes;
+    static constexpr int kTile = Operand<kSplit>::kBytes;
+    int scaled, values, totals, outer, decays, bytes;
 
     __host__ __device__ explicit StatesLayout(int groups) {
-        scaled = 0;                                   // [block][group]
-        values = scaled + kBlocks * groups * kTile;   // [block][group]
-        scratch = values + kBlocks * groups * kTile;  // [warp]
-        totals = scratch + kBlocks * kTile;           // [block][channel], float
-        bytes = totals + kBlocks * groups * 64;
+        scaled = 0;                                      // [side][group][block]
+        values = scaled + 2 * kBlocks * groups * kTile;  // [group][block]
+        totals = values + kBlocks * groups * kTile;      // [block][channel], float
+        outer = totals + kBlocks * groups * 64;          // [side][block][channel]: from the block to the chunk's border
+        decays = outer + 2 * kBlocks * groups * 64;      // [channel], float: of the whole chunk
+        bytes = decays + groups * 64;
     }
 };
 
-// The states of all chunks of one head on one side, chunk after chunk. blockIdx.x = kSides * head + side, and
-// of r and gy where side > 1: thread blocks that read the same tokens run side by side.
+// The states of all chunks of one head, of k and v or of r and gy: blockIdx.x = kKinds * head + kind. From the first
+// chunk to the last one, a chunk's sums over its tokens join the state on the left, which stays in registers. Its sums
+// for the other direction are written where the previous chunk's state on the right belongs; then, from the last chunk
+// to the first one, these are added up. Each lane reads what it has written itself.
 // A warp works on block `warp` of each chunk and holds 8 tiles of the state; a state of more tiles takes several
 // passes.
 template <class Element, class W, int kBlocks, bool kBackward>
 __global__ void __launch_bounds__(32 * kBlocks, kBlocks == 4 ? 3 : 1) states_kernel(const __grid_constant__ Job job) {
     constexpr bool kSplit = Element::kSplit;
-    constexpr int kTiles = 8;
+    constexpr int kTiles = 8, kKinds = kBackward ? 2 : 1;
+    constexpr int kBatch = kSplit ? 2 : 5;  // of groups whose loads wait together
     using Layout = StatesLayout<kSplit, kBlocks>;
     const Address shared = shared_memory();
     const Lane lane;
-    constexpr int kSides = kBackward ? 4 : 2;
-    Work work(job, kBlocks, blockIdx.x / kSides, 0);
-    const int side = blockIdx.x % 2, of_gradients = blockIdx.x % kSides / 2;
+    Work work(job, blockIdx.x / kKinds, 0);
+    const int kind = blockIdx.x % kKinds;
+    const int inverse = 65536 / work.groups + 1;  // tile * inverse >> 16 is tile / groups for all tiles
     const WKV6Params& params = job.params;
     const Layout layout(work.groups);
-    const Head<Element> keys(of_gradients ? params.r : params.k, work.b, work.h);
-    const Head<Element> values[1] = {Head<Element>(of_gradients ? params.gy : params.v, work.b, work.h)};
+    const Head<Element> keys(kind ? params.r : params.k, work.b, work.h);
+    const Head<Element> values(kind ? params.gy : params.v, work.b, work.h);
     const Head<W> w(params.w, work.b, work.h);
     float* totals = shared_pointer<float>(shared + layout.totals);
-    const auto scaled_tile = [&](int block, int group) {
-        return shared + layout.scaled + (block * work.groups + group) * Layout::kTile;
+    float* outer = shared_pointer<float>(shared + layout.outer);
+    float* decays = shared_pointer<float>(shared + layout.decays);
+    float* all_decays = job.chunk_decays + static_cast<int64_t>(blockIdx.x) * job.chunks * work.channels;
+    const auto scaled_tile = [&](int side, int block, int group) {
+        return shared + layout.scaled + ((side * work.groups + group) * kBlocks + block) * Layout::kTile;
     };
     const auto value_tile = [&](int block, int group) {
-        return shared + layout.values + (block * work.groups + group) * Layout::kTile;
+        return shared + layout.values + (group * kBlocks + block) * Layout::kTile;
     };
-    const Address scratch = shared + layout.scratch + work.block * Layout::kTile;
+    const auto outer_row = [&](int side) { return outer + (side * kBlocks + work.block) * work.channels; };
+    // The state of a chunk, at the lane's place in its first tile.
+    const auto state_of = [&](int chunk, int side) {
+        work.chunk = chunk;
+        return state_row<kSplit, kKinds>(job, work, 0, side, kind) + 4 * lane.id;
+    };
+    const auto multiply_rows = [&](float(&state)[8], const float* decay_of_channels, int key_group) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float decay = decay_of_channels[16 * key_group + permuted(8 * half + lane.g)];
+            state[2 * half] *= decay;
+            state[2 * half + 1] *= decay;
+            state[2 * half + 4] *= decay;
+            state[2 * half + 5] *= decay;
+        }
+    };
+    // function(i, key group, value group, offset in a state) for the warp's tiles.
+    const auto for_each_tile = [&](int first_tile, auto&& function) {
+        for_each<kTiles>([&](auto index) {
+            const int tile = first_tile + decltype(index)::value * kBlocks + work.block;
+            const int key_group = tile * inverse >> 16, value_group = tile - key_group * work.groups;
+            if (key_group >= work.groups) return;
+            function(index, key_group, value_group,
+                     (2 * kKinds * work.groups * key_group + value_group) * Layout::kTile);
+        });
+    };
 
 #pragma unroll 1
     for (int first_tile = 0; first_tile < work.groups * work.groups; first_tile += kTiles * kBlocks) {
         float state[kTiles][8] = {};
-        for (int step = 0; step < job.chunks - 1; ++step) {
-            const int chunk = side ? job.chunks - 1 - step : step;  // whose tokens join the state of the next chunk
-            work.first_token = 16 * (chunk * kBlocks + work.block);
-            load_block(totals, w, values, job, work, lane, [&](int group, const Rows<Element>(&rows)[1]) {
-                store(value_tile(work.block, group), rows[0].operand(), lane);
-            });
-            __syncthreads();
-            for (int group = 0; group < work.groups; ++group) {
-                Rows<Element> rows;
-                float rates[8];
-                rows.load(keys, work.place(job, group), lane);
-                load_w(rates, w, work.place(job, group), lane);
-                to_rates(rates);
-                const BlockDecay<kSplit> decay(rates, lane);
-                const Address tile = scaled_tile(work.block, group);
-                const Unscaled<kSplit> channels = to_channels(rows, tile, lane);
+#pragma unroll 1
+        for (int chunk = 0; chunk < job.chunks; ++chunk) {
+            const auto place_in = [&](int of_chunk, int group) {
+                work.first_token = 16 * (of_chunk * kBlocks + work.block);
+                return work.place(job, group);
+            };
+            const int blocks = min((params.T + 15) / 16 - chunk * kBlocks, kBlocks);  // with tokens
+            const bool is_empty = work.block >= blocks;
+            if (chunk + 1 < job.chunks) {
+                prefetch_rows(keys, values, place_in(chunk + 1, 0), lane);
+                prefetch_rows(w, w, place_in(chunk + 1, 0), lane);
+            }
+#pragma unroll 1
+            for (int first = 0; first < work.groups; first += kBatch) {
+                if (is_empty) {
+                    if (first == 0) {
+                        for (int c = lane.id; c < work.channels; c += 32) totals[work.block * work.channels + c] = 1.f;
+                    }
+                    __syncthreads();
+                    continue;
+                }
+                Rows<Element> key_rows[kBatch], value_rows[kBatch];
+                float rates[kBatch][8];
+#pragma unroll
+                for (int i = 0; i < kBatch; ++i) {
+                    const Place place = place_in(chunk, first + i);  // past the last group: no channel, no load
+                    load_w(rates[i], w, place, lane);
+                    key_rows[i].load(keys, place, lane);
+                    value_rows[i].load(values, place, lane);
+                }
+#pragma unroll
+                for (int i = 0; i < kBatch; ++i) {
+                    if (first + i >= work.groups) break;
+                    store(value_tile(work.block, first + i), value_rows[i].operand(), lane);
+                    float total[2];
+                    to_rates(rates[i]);
+                    block_decay(total, rates[i]);
+                    if (lane.q == 0) {
+                        float* to = totals + work.block * work.channels + 16 * (first + i) + permuted(lane.g);
+                        to[0] = total[0];
+                        to[2] = total[1];
+                    }
+                }
+                __syncthreads();
+                for (int c = 16 * first + lane.id; c < min(16 * (first + kBatch), work.channels); c += 32) {
+                    float before = 1.f, after = 1.f;
+#pragma unroll
+                    for (int other = 0; other < kBlocks; ++other) {
+                        const float total = totals[other * work.channels + c];
+                        if (other < work.block) before *= total;
+                        if (other > work.block) after *= total;
+                    }
+                    outer_row(0)[c] = before;
+                    outer_row(1)[c] = after;
+                }
                 __syncwarp();
-                // The state on the left grows towards the right.
-                store(tile,
-                      multiply(channels, scale_to_chunk<kSplit, kBlocks>(decay, totals, work, group, 1 - side, lane)),
-                      lane);
+#pragma unroll
+                for (int i = 0; i < kBatch; ++i) {
+                    if (first + i >= work.groups) break;
+                    const BlockDecay<kSplit> decay(rates[i], lane);
+                    const Address scratch = scaled_tile(0, work.block, first + i);
+                    const Unscaled<kSplit> channels = to_channels(key_rows[i], scratch, lane);
+                    __syncwarp();
+#pragma unroll
+                    for (int side = 0; side < 2; ++side) {
+                        const float* from = outer_row(side) + 16 * (first + i) + permuted(lane.g);
+                        const float to_border[2] = {from[0], from[2]};
+                        store(scaled_tile(side, work.block, first + i),
+                              multiply(channels, decay.across(side == 0, to_border)), lane);
+                    }
+                }
+            }
+            for (int c = threadIdx.x; c < work.channels; c += blockDim.x) {
+                decays[c] = decay_of_blocks(totals, work.channels, c, 0, kBlocks);
+                if (first_tile == 0) all_decays[chunk * work.channels + c] = decays[c];
             }
             __syncthreads();
-            work.chunk = side ? chunk - 1 : chunk + 1;
-#pragma unroll
-            for (int i = 0; i < kTiles; ++i) {
-                const int tile = first_tile + i * kBlocks + work.block;
-                const int key_group = tile / work.groups, value_group = tile % work.groups;
-                if (key_group >= work.groups) break;
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const int c = 16 * key_group + permuted(8 * half + lane.g);
-                    const float decay = decay_of_blocks(totals, work.channels, c, 0, kBlocks);
-                    state[i][2 * half] *= decay;
-                    state[i][2 * half + 1] *= decay;
-                    state[i][2 * half + 4] *= decay;
-                    state[i][2 * half + 5] *= decay;
-                }
+            const bool has_previous = chunk > 0, has_next = chunk + 1 < job.chunks;
+            char* const left_of_next = state_of(chunk + 1, 0);
+            char* const right_of_previous = state_of(chunk - 1, 1);
+            for_each_tile(first_tile, [&](auto index, int key_group, int value_group, int offset) {
+                constexpr int i = decltype(index)::value;
+                float sums[8] = {};
+                multiply_rows(state[i], decays, key_group);
 #pragma unroll
                 for (int block = 0; block < kBlocks; ++block) {
-                    add_product(state[i], left_rows<kSplit>(scaled_tile(block, key_group), lane),
-                                right_columns<kSplit>(value_tile(block, value_group), lane), lane);
+                    if (block >= blocks) break;
+                    const Operand<kSplit> right = right_columns<kSplit>(value_tile(block, value_group), lane);
+                    // The state on the left grows towards the chunk's end, the one on the right towards its start.
+                    add_product(state[i], left_rows<kSplit>(scaled_tile(1, block, key_group), lane), right, lane);
+                    add_product(sums, left_rows<kSplit>(scaled_tile(0, block, key_group), lane), right, lane);
                 }
-                Operand<kSplit> operand;
-                set_values(operand, state[i]);
-                if (kBackward) {
-                    write_state(job, work, of_gradients ? kQueriesAndGradients : kKeysAndValues, side, key_group,
-                                value_group, operand, lane);
-                }
-                if (!kBackward || of_gradients) {
-                    store(scratch, operand, lane);
-                    __syncwarp();
-                    write_state(job, work, kBackward ? kGradientsByKeys : kKeysAndValues, side, key_group, value_group,
-                                right_columns<kSplit>(scratch, lane), lane);
-                    __syncwarp();
-                }
-            }
+                if (has_next) write_state<kSplit>(left_of_next + offset, state[i]);
+                if (has_previous) write_state<kSplit>(right_of_previous + offset, sums);
+            });
             __syncthreads();
+        }
+
+        for_each<kTiles>([&](auto index) {
+            for (float& value : state[decltype(index)::value]) value = 0.f;
+        });
+#pragma unroll 1
+        for (int chunk = job.chunks - 1; chunk > 0; --chunk) {
+            char* const right_of_previous = state_of(chunk - 1, 1);
+            for_each_tile(first_tile, [&](auto index, int key_group, int, int offset) {
+                constexpr int i = decltype(index)::value;
+                float sums[8];
+                read_state<kSplit>(sums, right_of_previous + offset);
+                multiply_rows(state[i], all_decays + chunk * work.channels, key_group);
+#pragma unroll
+                for (int value = 0; value < 8; ++value) state[i][value] += sums[value];
+                if (chunk + 1 < job.chunks) write_state<kSplit>(right_of_previous + offset, state[i]);
+            });
         }
     }
 }

@@ -72,18 +72,20 @@ struct Float32 {
 
 // Operands of products -----------------------------------------------------------------------------------------------
 
+constexpr int kTileBytes = 512;  // of a tile in shared memory; the low parts of a split one follow the high parts
+
 template <bool kSplit>
 struct Operand {
+    static constexpr int kBytes = kTileBytes;
     uint32_t high[4];
 };
 
 template <>
 struct Operand<true> {
+    static constexpr int kBytes = 2 * kTileBytes;
     uint32_t high[4];
     uint32_t low[4];
 };
-
-constexpr int kTileBytes = 512;  // of a tile in shared memory; the low parts of a split one follow the high parts
 
 __device__ __forceinline__ void set_pair(Operand<false>& operand, int a, float first, float second) {
     operand.high[a] = pack_bf16(first, second);

@@ -219,6 +219,27 @@ __device__ __forceinline__ void store_shared(Address address, const T& value) {
     *shared_pointer<T>(address) = value;
 }
 
+// Copies 16 bytes from global memory without waiting for them.
+__device__ __forceinline__ void copy_async(Address to, const char* from) {
+#if WKV6_TENSOR_CORES
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(__cvta_generic_to_global(from))
+                 : "memory");
+#elif defined(WKV6_EMULATE)
+    emulator::copy_async(to, from);
+#else
+    store_shared(to, *reinterpret_cast<const uint4*>(from));
+#endif
+}
+
+// Waits for the lane's own copies; other lanes may read them after the next barrier.
+__device__ __forceinline__ void wait_for_copies() {
+#if WKV6_TENSOR_CORES
+    asm volatile("cp.async.wait_all;" ::: "memory");
+#elif defined(WKV6_EMULATE)
+    emulator::wait_for_copies();
+#endif
+}
+
 // Exchanges ---------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ float from_lane(float value, int lane) {

@@ -8,7 +8,8 @@
 //                   between (shuffles and matrix instructions do not order memory)
 //   tensors         an access to anything but the elements of an input (reads) or of an output (writes); an output
 //                   written twice, or, at the end, not at all
-//   scratch memory  an access outside it; a read of what no earlier launch has written; a second write in one launch
+//   scratch memory  an access outside it; a read or a second write of what no earlier launch has written, nor the same
+//                   lane, nor, before a __syncthreads, another lane of the same thread block
 //
 // Tensors are to lie in memory from wkv6_checks_allocate.
 #include <vector>
@@ -20,6 +21,13 @@ namespace {
 
 using emulator::block;
 using emulator::fail;
+
+// Thread blocks and their barriers, counted through all launches.
+int64_t moment_of(int barrier) {
+    return (static_cast<int64_t>(emulator::launches) << 40 |
+            static_cast<int64_t>(emulator::block_index.y * emulator::grid_size.x + emulator::block_index.x) << 20) +
+           barrier;
+}
 
 // Shared memory -----------------------------------------------------------------------------------------------------
 
@@ -50,10 +58,7 @@ void access_word(size_t index, bool is_write) {
     Word& word = words[index];
     const int lane = block->current, warp = lane / 32;
     const emulator::Lane& state = block->lanes[lane];
-    const int64_t block_serial =
-        static_cast<int64_t>(emulator::launches) << 40 |
-        static_cast<int64_t>(emulator::block_index.y * emulator::grid_size.x + emulator::block_index.x) << 20;
-    const Moment now{block_serial + state.block_count, state.sync_count};
+    const Moment now{moment_of(state.block_count), state.sync_count};
     if (word.written.block == now.block && word.writer != lane &&
         (word.writer / 32 != warp || word.written.warp == now.warp))
         race(is_write ? "two writes" : "a write and a read", lane, word.writer, 4 * index);
@@ -81,6 +86,8 @@ enum Use : uint8_t { kForbidden, kInput, kOutput, kScratch };
 struct Granule {  // two bytes
     Use use = kForbidden;
     uint32_t written = 0;  // launch
+    int64_t moment = 0;    // of scratch memory: thread block and barrier of the write
+    int writer = -1;
 };
 
 constexpr size_t kArenaBytes = size_t{1} << 26, kGuard = size_t{1} << 33, kGap = 4096;
@@ -102,11 +109,14 @@ void access_arena(uintptr_t address, size_t bytes, bool is_write) {
                                       : granule.use == kInput || granule.use == kScratch;
         if (!allowed) fail("lane %d: %s outside the tensors", block->current, is_write ? "write" : "read");
         const uint32_t launch = emulator::launches;
-        if (!is_write && granule.use == kScratch && (!granule.written || granule.written == launch))
+        const int64_t now = moment_of(block->lanes[block->current].block_count);
+        const bool is_own = granule.writer == block->current || granule.moment < now;
+        const bool is_ordered = granule.written < launch || (is_own && granule.moment >= moment_of(0));
+        if (!is_write && granule.use == kScratch && !(granule.written && is_ordered))
             fail("lane %d: read of scratch memory that no earlier launch has written", block->current);
-        if (is_write && (granule.use == kOutput ? granule.written > 0 : granule.written == launch))
+        if (is_write && (granule.use == kOutput ? granule.written > 0 : !is_ordered))
             fail("lane %d: second write to the same place", block->current);
-        if (is_write) granule.written = launch;
+        if (is_write) granule = Granule{granule.use, launch, now, block->current};
     }
 }
 

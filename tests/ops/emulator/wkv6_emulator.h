@@ -19,6 +19,7 @@
 #include <functional>
 #include <memory>
 #include <numeric>
+#include <utility>
 #include <vector>
 
 #define __global__
@@ -62,6 +63,7 @@ struct Lane {
     int warp_count = 0;   // warp collectives entered
     int sync_count = 0;   // of these, __syncwarp: the ones that order memory accesses
     int block_count = 0;  // block barriers entered
+    std::vector<std::pair<uint32_t, const char*>> copies;  // asked for, not there yet
 };
 
 struct Warp {
@@ -163,6 +165,16 @@ template <class T>
 T* checked(void* address) {
     if (reinterpret_cast<uintptr_t>(address) % alignof(T)) fail("access of %zu bytes at %p", sizeof(T), address);
     return static_cast<T*>(address);
+}
+
+// cp.async of 16 bytes: nothing is there before the wait.
+inline void copy_async(uint32_t to, const char* from) { block->lanes[block->current].copies.emplace_back(to, from); }
+
+inline void wait_for_copies() {
+    auto& copies = block->lanes[block->current].copies;
+    for (const auto& [to, from] : copies)
+        *checked<uint4>(shared + to) = *checked<const uint4>(const_cast<char*>(from));
+    copies.clear();
 }
 
 // ldmatrix.sync.aligned.m8n8.x4.shared.b16: lane 8 a + i gives the address of row i of matrix a; lane 4g+q receives
@@ -270,6 +282,7 @@ int launch(Kernel kernel, int grid_x, int grid_y, int threads, size_t shared_byt
         for (Lane& lane : state.lanes) {
             lane.done = false;
             lane.warp_count = lane.sync_count = lane.block_count = 0;
+            lane.copies.clear();
             getcontext(&lane.context);
             lane.context.uc_stack.ss_sp = lane.stack.get();
             lane.context.uc_stack.ss_size = kStackBytes;
