@@ -11,7 +11,7 @@ import importlib
 import sys
 from typing import Any, NoReturn
 
-from .errors import UserError, report
+from .errors import UserError, check_flags, report
 from .version import __version__
 
 COMMANDS = {
@@ -30,6 +30,11 @@ class _Parser(argparse.ArgumentParser):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options, allow_abbrev=False)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if self._subparsers is None:  # a command's own
+            check_flags(args, self._option_string_actions)
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; see {self.prog} --help")

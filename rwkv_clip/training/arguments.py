@@ -7,13 +7,12 @@ without a default: such a flag fills a key that the JSON leaves out or sets to "
 from __future__ import annotations
 
 import argparse
-import difflib
 import math
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from ..errors import UserError
+from ..errors import UserError, check_flags
 from .optimizer import LR_FACTORS
 from .other_flags import OTHER_FLAGS
 from .profile import step_range
@@ -40,12 +39,10 @@ class Parser(argparse.ArgumentParser):
             flag = word.split("=")[0]
             if instead := OTHER_FLAGS.get(flag.replace("_", "-")):
                 raise UserError(f"{flag} is not used here: {instead}")
+        check_flags(sys.argv[1:] if args is None else args, self._option_string_actions)
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            near = difflib.get_close_matches(unknown[0].split("=")[0], self._option_string_actions, n=1)
-            raise UserError(
-                f"unknown argument '{unknown[0]}'" + (f"; did you mean {near[0]}?" if near else "; see --help")
-            )
+            raise UserError(f"unknown argument '{unknown[0]}'; see --help")
         return parsed
 
 

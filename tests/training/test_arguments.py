@@ -1,5 +1,6 @@
 import pytest
 
+from rwkv_clip.cli import main
 from rwkv_clip.errors import UserError
 from rwkv_clip.training.arguments import build_parser, caption_weights, parse_arguments
 from rwkv_clip.training.other_flags import OTHER_FLAGS
@@ -27,6 +28,20 @@ def test_the_deepspeed_launcher_s_local_rank_is_accepted():
 def test_a_missing_flag_is_named():
     with pytest.raises(UserError, match="--train-data"):
         parse_arguments(["--model", "x", "--output", "y"])
+
+
+def test_a_misspelt_flag_that_is_required_is_answered_with_the_near_one():
+    with pytest.raises(UserError, match="unknown argument '--modell'; did you mean --model?"):
+        parse_arguments(["--modell=Nano", "--output", "o"])
+
+
+@pytest.mark.parametrize(
+    ("words", "near"),
+    [(["plan", "--modell", "Nano"], "did you mean --model?"), (["export", "a", "b", "--quite"], "see --help")],
+)
+def test_a_command_s_unknown_flag_is_answered_before_what_is_missing(capsys, words, near):
+    assert main(words) == 2
+    assert capsys.readouterr().err == f"error: unknown argument '{words[-2 if 'plan' in words else -1]}'; {near}\n"
 
 
 @pytest.mark.parametrize("flag", ["--model", "--train-data", "--output", "--resume", "--pretrained", "--val-data"])
