@@ -19,7 +19,7 @@ import torch
 
 from ..errors import UserError
 from .compilation import check_section as check_compile_section
-from .config_keys import STAGE_3, check_keys
+from .config_keys import STAGE_3, check_keys, check_scaling
 from .config_values import AUTO, check_kinds
 
 # Not from the DeepSpeed JSON's own vocabulary, but people write it; the section's presence is what switches it on.
@@ -124,6 +124,7 @@ def resolve_config(
         raise UserError(f'{source}: offload_optimizer to nvme needs ZeRO stage 3; use "cpu"')
     if offload == "cpu" and stage == 0:
         raise UserError(f"{source}: offload_optimizer needs ZeRO: set zero_optimization.stage to 1 or 2")
+    check_scaling(config, source)
     if "optimizer" in config:
         _resolve_optimizer(filler, args)
     if "scheduler" in config:

@@ -225,6 +225,16 @@ def keys_without_effect(values: dict[str, Any], reduces_at_once: bool) -> dict[s
     return reasons
 
 
+def check_scaling(config: dict[str, Any], source: str) -> None:
+    """`UserError` for a resolved JSON that scales gradients as DeepSpeed's stage 2 cannot."""
+    section = config["zero_optimization"]
+    if section["stage"] != 2 or not section.get("reduce_scatter", True):
+        return
+    for key, neutral in zip(_SCALING, (False, 1.0), strict=True):
+        if config.get(key, neutral) != neutral:
+            raise UserError(f"{source}: '{key}' does not go with ZeRO stage 2, which averages by itself: remove it")
+
+
 def check_keys(values: dict[str, Any], source: str) -> None:
     """`UserError` for a key that would have no effect here. source: what to call the JSON."""
     for key, value in values.items():

@@ -218,6 +218,8 @@ def test_every_field_of_deepspeed_s_sections_acts_here_or_is_refused(section):
             "'zero_optimization.offload_optimizer.nvme_path'",
         ),
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "offload_optimizer needs ZeRO"),
+        ({"zero_optimization": {"stage": 2}, "prescale_gradients": True}, "'prescale_gradients' does not go with"),
+        ({"zero_optimization": {"stage": 2}, "gradient_predivide_factor": 2}, "'gradient_predivide_factor' does not"),
         ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "masters and moments stay fp32"),
         ({"fp16": {"enabled": True, "auto_cast": True}}, "the model casts its images itself"),
         ({"data_types": {"grad_acum_dtype": "fp32"}}, "did you mean 'grad_accum_dtype'"),
