@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
 
@@ -87,29 +88,31 @@ SETTINGS = {"fp32": ("fp32", 1, False), "bf16": ("bf16", 1, False), "replayed an
 KERNELS = {"fp32": "text_model", "bf16": "image_model"}
 
 
-def trainings():
+def trainings(cache: str, names: list[str]):
     """name -> (weights of the plain run, of the compiled run, of the run with generated kernels or None)."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
     return {
         name: (
-            train(*setting, compiled=False),
-            train(*setting, compiled=True),
-            train(*setting, compiled=False, kernels=KERNELS[name]) if name in KERNELS else None,
+            train(*SETTINGS[name], compiled=False),
+            train(*SETTINGS[name], compiled=True),
+            train(*SETTINGS[name], compiled=False, kernels=KERNELS[name]) if name in KERNELS else None,
         )
-        for name, setting in SETTINGS.items()
+        for name in names
     }
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        # Not what an earlier run left, perhaps half written.
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
-        return run_ranks(1, in_folder, os.environ["TORCHINDUCTOR_CACHE_DIR"], timeout=500)[0]
+    """`trainings` of all settings, in two processes, as each computes on one core. Neither takes what an earlier run
+    left, perhaps half written."""
 
+    def train_some(names: list[str]):
+        return run_ranks(1, trainings, str(tmp_path_factory.mktemp("inductor")), names, timeout=500)[0]
 
-def in_folder(cache: str):
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache  # the server that ranks are forked from has another environment
-    return trainings()
+    shares = [["bf16"], [name for name in SETTINGS if name != "bf16"]]
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(train_some, shares)
+    return {**first, **second}
 
 
 def distance(found, expected) -> float:
