@@ -24,7 +24,7 @@ class Params(ctypes.Structure):
         ("channels", ctypes.c_int32),
         ("layout", Layout),
         ("count", ctypes.c_int32),
-        *((name, ctypes.c_void_p) for name in ("x", "c", "hidden", "w2", "w2t")),
+        *((name, ctypes.c_void_p) for name in ("x", "c", "hidden", "w2", "w2_packed")),
         ("y", ctypes.c_void_p * 5),
         ("gy", ctypes.c_void_p * 5),
         *(
@@ -57,6 +57,10 @@ class EmulatedLerp:
             setattr(params, name, tensor.data_ptr())
         return params
 
+    def _scratch_for_weights(self, params: Params) -> Tensor:
+        floats = self.library.lerp_packed_bytes(ctypes.byref(params)) // 4
+        return torch.full((floats,), torch.nan)
+
     def _call(self, name: str, params: Params) -> None:
         if error := getattr(self.library, name)(ctypes.byref(params)):
             raise RuntimeError(self.library.lerp_error_string(error).decode())
@@ -81,23 +85,27 @@ class EmulatedLerp:
         return gx, parts.sum(0).to(c.dtype)
 
     def ddlerp(self, x: Tensor, hidden: Tensor, w2: Tensor, c: Tensor, *layout: int) -> list[Tensor]:
-        values, w2t = c.float().contiguous(), torch.full_like(w2, torch.nan)
+        values = c.float().contiguous()
         results = [torch.full_like(x, torch.nan) for _ in c]
-        params = self._params(x, values, layout, hidden=hidden, w2=w2, w2t=w2t)
+        params = self._params(x, values, layout, hidden=hidden, w2=w2)
         params.y[:] = [y.data_ptr() for y in results]
+        packed = self._scratch_for_weights(params)
+        params.w2_packed = packed.data_ptr()
         self._call("ddlerp_forward", params)
         return results
 
     def ddlerp_backward(self, x, hidden, w2, c, gradients, *layout) -> tuple[Tensor, ...]:
-        values, w2t = c.float().contiguous(), torch.full_like(w2, torch.nan)
+        values = c.float().contiguous()
         gradients = [gradient.contiguous() for gradient in gradients]
         names = ("base", "extra", "g_hidden", "g_w2", "g_c")
         results = [torch.full_like(tensor, torch.nan) for tensor in (x, x, hidden, w2, values)]
         outputs = dict(zip(names, results, strict=True))
-        params = self._params(x, values, layout, hidden=hidden, w2=w2, w2t=w2t, **outputs)
+        params = self._params(x, values, layout, hidden=hidden, w2=w2, **outputs)
         count = self.library.ddlerp_parts(ctypes.byref(params))
         c_parts, w2_parts = torch.full((count, *c.shape), torch.nan), torch.full((count, *w2.shape), torch.nan)
         params.c_parts, params.w2_parts = c_parts.data_ptr(), w2_parts.data_ptr()
         params.gy[:] = [gradient.data_ptr() for gradient in gradients]
+        packed = self._scratch_for_weights(params)
+        params.w2_packed = packed.data_ptr()
         self._call("ddlerp_backward", params)
         return tuple(results)

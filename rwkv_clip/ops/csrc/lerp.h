@@ -23,7 +23,7 @@ typedef struct {
     const float* c;       // [count or LERP_SHARES, channels]
     const void* hidden;   // [rows, LERP_SHARES * LERP_RANK]
     const void* w2;       // [LERP_SHARES, LERP_RANK, channels]
-    void* w2t;            // [LERP_SHARES, channels, LERP_RANK], scratch memory
+    void* w2_packed;      // scratch memory of lerp_packed_bytes
     void* y[LERP_SHARES];
     const void* gy[LERP_SHARES];
     void* base;           // sum of the gradients at x itself; read by lerp_backward (may be null), written by
@@ -44,6 +44,7 @@ extern "C" {
 // Rows of c_parts and w2_parts. They depend on the sizes alone, so that sums come out the same on every run.
 int lerp_parts(const LerpParams* params);
 int ddlerp_parts(const LerpParams* params);
+int lerp_packed_bytes(const LerpParams* params);
 
 // Each returns a cudaError_t. At least one row; channels a multiple of 32; four channels in a row share a neighbour.
 int lerp_forward(const LerpParams* params);

@@ -129,12 +129,12 @@ std::vector<Tensor> set_inputs(const Tensor& x, const Tensor& hidden, const Tens
                     w2.scalar_type() == at::kBFloat16 && w2.device() == x.device(),
                 "lerp: w2 must be bfloat16 [", LERP_SHARES, ", ", LERP_RANK, ", ", x.size(2), "], got ",
                 w2.scalar_type(), " ", w2.sizes());
-    std::vector<Tensor> kept{readable(x), readable(hidden), readable(w2), at::empty(w2.sizes(), w2.options()),
-                             readable(c)};
+    std::vector<Tensor> kept{readable(x), readable(hidden), readable(w2),
+                             at::empty({lerp_packed_bytes(&params)}, w2.options().dtype(at::kByte)), readable(c)};
     params.x = kept[0].data_ptr();
     params.hidden = kept[1].data_ptr();
     params.w2 = kept[2].data_ptr();
-    params.w2t = kept[3].data_ptr();
+    params.w2_packed = kept[3].data_ptr();
     params.c = kept[4].data_ptr<float>();
     return kept;
 }

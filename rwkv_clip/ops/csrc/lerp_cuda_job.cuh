@@ -12,8 +12,8 @@ constexpr int kHidden = LERP_SHARES * LERP_RANK;
 
 struct LerpJob {
     LerpParams params;
-    int rows_per_part, parts;
-    uint32_t tokens_magic, width_magic;  // for `divide`
+    int rows_per_part, parts, group_size;  // group: channels of a head with the same neighbour
+    uint32_t tokens_magic, width_magic, head_magic;  // for `divide`
 };
 
 // n / divisor with magic = ceil(2^32 / divisor), right while n * divisor < 2^32; 0 stands for a divisor of 1.
@@ -27,15 +27,16 @@ struct Direction {
     int low, high;  // there is one for low <= place < high, the place counted in tokens if vertical, else in columns
     int offset;     // elements to it
 
-    __device__ __forceinline__ Direction(const LerpParams& params, int channel, bool opposite) {
-        const LerpLayout& layout = params.layout;
-        const int group = channel % layout.head_size / (layout.head_size / layout.directions);
+    __device__ __forceinline__ Direction(const LerpJob& job, int channel, bool opposite) {
+        const LerpLayout& layout = job.params.layout;
+        const int place = channel - divide(channel, job.head_magic) * layout.head_size, size = job.group_size;
+        const int group = (place >= size) + (place >= 2 * size) + (place >= 3 * size);
         const bool backwards = !(group & 1) != opposite;
         vertical = group & 2;
         const int step = vertical ? layout.width : 1, end = vertical ? layout.grid : layout.width;
         low = backwards ? step : 0;
         high = backwards ? end : end - step;
-        offset = (backwards ? -step : step) * params.channels;
+        offset = (backwards ? -step : step) * job.params.channels;
     }
 };
 
@@ -105,7 +106,14 @@ __device__ __forceinline__ void store_8(void* tensor, int64_t element, const flo
     packed.y = pack_bf16(values[2], values[3]);
     packed.z = pack_bf16(values[4], values[5]);
     packed.w = pack_bf16(values[6], values[7]);
-    *reinterpret_cast<uint4*>(static_cast<uint16_t*>(tensor) + element) = packed;
+    uint16_t* to = static_cast<uint16_t*>(tensor) + element;
+#ifdef WKV6_EMULATE
+    *reinterpret_cast<uint4*>(to) = packed;
+#else  // one instruction, where the compiler, short of registers, would store word by word
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)), "r"(packed.x),
+                 "r"(packed.y), "r"(packed.z), "r"(packed.w)
+                 : "memory");
+#endif
 }
 
 __device__ __forceinline__ void load_floats(float (&out)[8], const float* from) {
@@ -130,8 +138,8 @@ __device__ __forceinline__ uint2 load_neighbour(const void* tensor, int64_t elem
 // Directions of eight channels in a row: of the first four and of the others.
 struct Directions {
     Direction first, second;
-    __device__ __forceinline__ Directions(const LerpParams& params, int channel, bool opposite = false)
-        : first(params, channel, opposite), second(params, channel + 4, opposite) {}
+    __device__ __forceinline__ Directions(const LerpJob& job, int channel, bool opposite = false)
+        : first(job, channel, opposite), second(job, channel + 4, opposite) {}
 };
 
 __device__ __forceinline__ void load_neighbours(float (&out)[8], const void* tensor, int64_t element,
@@ -148,6 +156,65 @@ __device__ __forceinline__ void load_difference(float (&x)[8], float (&differenc
     load_neighbours(difference, params.x, element, params.layout, place, directions);
 #pragma unroll
     for (int i = 0; i < 8; ++i) difference[i] -= x[i];
+}
+
+// Copies into shared memory that nothing waits for until it is used: as many bytes are under way as there is room for,
+// where registers would hold few. Addresses of tensors are in bytes here.
+
+__device__ __forceinline__ void copy_16(Address to, const void* tensor, int64_t offset) {
+    const char* from = static_cast<const char*>(tensor) + offset;
+#if WKV6_TENSOR_CORES  // L2 fetches whole lines: their other half is wanted soon
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(__cvta_generic_to_global(from))
+                 : "memory");
+#else
+    store_shared(to, load<uint4>(from));
+#endif
+}
+
+// 8 bytes, or zeros.
+__device__ __forceinline__ void copy_8_if(bool real, Address to, const void* tensor, int64_t offset) {
+    const char* from = static_cast<const char*>(tensor) + offset;
+#if WKV6_TENSOR_CORES
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(__cvta_generic_to_global(from)),
+                 "r"(real ? 8 : 0)
+                 : "memory");
+#else
+    store_shared(to, real ? load<uint2>(from) : uint2{0u, 0u});
+#endif
+}
+
+// The same channels as load_neighbours.
+__device__ __forceinline__ void copy_neighbours(Address to, const void* tensor, int64_t offset,
+                                                const LerpLayout& layout, const Place& place,
+                                                const Directions& directions) {
+    const Neighbour first(layout, directions.first, place), second(layout, directions.second, place);
+    copy_8_if(!first.none, to, tensor, offset + 2 * first.offset);
+    copy_8_if(!second.none, to + 8, tensor, offset + 2 * second.offset + 8);
+}
+
+__device__ __forceinline__ void end_group_of_copies() {
+#if WKV6_TENSOR_CORES
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// For all but the last `kLeft` groups of the lane's own copies.
+template <int kLeft>
+__device__ __forceinline__ void wait_for_groups() {
+#if WKV6_TENSOR_CORES
+    asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
+#endif
+}
+
+// (neighbour - x) of eight channels, rounded to bf16.
+__device__ __forceinline__ uint4 difference_of(const uint4& neighbour, const uint4& x) {
+    constexpr uint32_t kMinusOne = 0xbf80bf80u;
+    uint4 difference;
+    difference.x = fma_bf16(x.x, kMinusOne, neighbour.x);
+    difference.y = fma_bf16(x.y, kMinusOne, neighbour.y);
+    difference.z = fma_bf16(x.z, kMinusOne, neighbour.z);
+    difference.w = fma_bf16(x.w, kMinusOne, neighbour.w);
+    return difference;
 }
 
 }  // namespace lerp
