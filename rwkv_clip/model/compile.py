@@ -24,12 +24,13 @@ from .init import TIME_DECAY_RANK
 
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 _OPERATOR = torch.ops.rwkv_clip.wkv6.default
+_SQUARE = torch.ops.aten.pow.Tensor_Scalar
 _INTERPOLATIONS = (torch.ops.rwkv_clip.lerp.default, torch.ops.rwkv_clip.ddlerp.default)
 
 
 def _keeps_all_but_elementwise(op: Any, args: tuple[Any, ...]) -> bool:
-    """Keep what `_keeps_products` does, and the interpolated inputs that the products are made of."""
-    return op in _INTERPOLATIONS or _keeps_products(op, args)
+    """Keep what `_keeps_narrow_products` does, the squared ReLU, and the interpolated inputs of the products."""
+    return op in (*_INTERPOLATIONS, _SQUARE) or _keeps_narrow_products(op, args)
 
 
 def _keeps_products(op: Any, args: tuple[Any, ...]) -> bool:

@@ -111,6 +111,24 @@ class TimeMix(PreciseModule):
         )
 
 
+class SquaredReLU(torch.autograd.Function):
+    """relu(x) ** 2, which keeps its output for the backward pass.
+
+    The product behind it needs that one in any case, so x need not be kept or read again.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        y = torch.square(torch.relu(x))
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return 2 * torch.sqrt(y) * gradient
+
+
 class ChannelMix(nn.Module):
     """Mixes channels with a gated squared-ReLU network: (B, T, C) -> (B, T, C).
 
@@ -143,7 +161,7 @@ class ChannelMix(nn.Module):
             xk, xr = lerp.lerp(x, self.neighbours_shares(), layout)
         else:
             xk, xr = self.mixed_inputs(x, self.shift(x, grid))
-        value = self.value(torch.square(torch.relu(self.key(xk))))
+        value = self.value(SquaredReLU.apply(self.key(xk)))
         return torch.sigmoid(self.receptance(xr)) * value
 
 
