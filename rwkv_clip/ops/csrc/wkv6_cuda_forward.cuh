@@ -35,7 +35,8 @@ __global__ void __launch_bounds__(32 * kBlocks, forward_occupancy(Element::kSpli
     using Meet = Meeting<kBlocks>;
     constexpr int kTile = Layout::kTile;
     const Lane lane;
-    const Work work(job, blockIdx.x, blockIdx.y);
+    const Work work(job, kChunked ? job.chunk_blocks : kBlocks, blockIdx.x,
+                    kChunked ? job.first_chunk + blockIdx.y : blockIdx.y);
     const Layout layout(work.groups);
     const WKV6Params& params = job.params;
     const Head<Element> r(params.r, work.b, work.h), k(params.k, work.b, work.h), v(params.v, work.b, work.h);

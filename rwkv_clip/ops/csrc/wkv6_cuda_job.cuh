@@ -28,15 +28,16 @@ struct Work {
     int first_token;       // of the warp's block
     bool alone, empty;     // the block has one token at most, or none
 
-    __device__ __forceinline__ Work(const Job& job, int head_index, int chunk_index) {
+    // chunk_blocks: of a chunk of the sequence; a thread block of the last one may have fewer.
+    __device__ __forceinline__ Work(const Job& job, int chunk_blocks, int head_index, int chunk_index) {
         head = head_index;
         b = head / job.params.H;
         h = head % job.params.H;
-        chunk = job.first_chunk + chunk_index;
+        chunk = chunk_index;
         block = warp_id();
         groups = (job.params.N + 15) / 16;
         channels = 16 * groups;
-        first_token = 16 * (chunk * job.chunk_blocks + block);
+        first_token = 16 * (chunk * chunk_blocks + block);
         alone = first_token + 1 >= job.params.T;
         empty = first_token >= job.params.T;
     }
@@ -180,24 +181,16 @@ struct Between {
     // Writes the rows of the warp's block; read by the same warp only.
     static __device__ __forceinline__ void write(float* between, const float* totals, const Work& work,
                                                  const Lane& lane) {
-        for (int c = lane.id; c < work.channels; c += 32) {
-            float products[kRows > 0 ? kRows : 1];
 #pragma unroll
-            for (int i = 0; i < kRows; ++i) products[i] = 1.f;
-#pragma unroll
-            for (int other = 0; other < kBlocks; ++other) {
-                const float total = totals[other * work.channels + c];
-                const bool is_before = other < work.block, is_after = other > work.block;
-#pragma unroll
-                for (int m = 1; m <= kLevelRows; ++m) {
-                    const bool is_between = Meeting<kBlocks>::is_later(work.block, m) ? is_before : is_after;
-                    if (is_between && other >> m == work.block >> m) products[m - 1] *= total;
-                }
-                if (kChunked && is_before) products[kLevelRows] *= total;
-                if (kChunked && is_after) products[kLevelRows + 1] *= total;
+        for (int i = 0; i < kRows; ++i) {
+            const int m = i + 1, start = i < kLevelRows ? work.block >> m << m : 0;
+            const int end = i < kLevelRows ? min(start + (1 << m), kBlocks) : kBlocks;
+            const bool is_before = i < kLevelRows ? Meeting<kBlocks>::is_later(work.block, m) : i == kLevelRows;
+            const int first = is_before ? start : work.block + 1, last = is_before ? work.block : end;
+            float* to = between + row(i, work);
+            for (int c = lane.id; c < work.channels; c += 32) {
+                to[c] = decay_of_blocks(totals, work.channels, c, first, last);
             }
-#pragma unroll
-            for (int i = 0; i < kRows; ++i) between[row(i, work) + c] = products[i];
         }
         __syncwarp();
     }

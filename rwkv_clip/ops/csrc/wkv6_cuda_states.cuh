@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(32 * kBlocks, kBlocks == 4 ? 3 : 1) states_ker
     using Layout = StatesLayout<kSplit, kBlocks>;
     const Address shared = shared_memory();
     const Lane lane;
-    Work work(job, blockIdx.x / kKinds, 0);
+    Work work(job, kBlocks, blockIdx.x / kKinds, 0);
     const int kind = blockIdx.x % kKinds;
     const int inverse = 65536 / work.groups + 1;  // tile * inverse >> 16 is tile / groups for all tiles
     const WKV6Params& params = job.params;
