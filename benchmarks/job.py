@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -110,6 +111,16 @@ def _run(settings: Settings, run: Path) -> None:
     if status != 0:
         reason = f"took more than {settings.timeout:.0f} s" if status is None else f"failed with status {status}"
         raise JobFailed(f"the job {reason}; the end of {output}:\n{output.read_text(errors='replace')[-4000:]}")
+
+
+def predicted(model: str, config: Path, batch_size: int, gpus: int) -> dict:
+    """What `rwkv-clip plan` says."""
+    from rwkv_clip.training.forecast import add_arguments, forecast
+
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    words = ["--model", model, "--config", str(config), "--batch", str(batch_size), "--gpus", str(gpus)]
+    return forecast(parser.parse_args(words))
 
 
 def _peer_file(run: Path) -> Path:

@@ -17,15 +17,13 @@ import json
 import sys
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
-from job import ROOT, JobFailed, Settings, measure
+from job import ROOT, JobFailed, Settings, measure, predicted
 from pictures import make_pair
 from train_step import machine
 
 from rwkv_clip.training.config import read_config
-from rwkv_clip.training.forecast import forecast
 
 STAGES = (1, 2)
 HEADER = (
@@ -41,12 +39,6 @@ def with_stage(config: Path, stage: int, folder: Path) -> Path:
     path = folder / f"{config.stem}_stage{stage}.json"
     path.write_text(json.dumps(values))
     return path
-
-
-def predicted(args: argparse.Namespace, config: Path, gpus: int) -> dict:
-    """What `rwkv-clip plan` says."""
-    asked = SimpleNamespace(model=args.model, config=str(config), batch=args.batch_size, gpus=gpus)
-    return forecast(SimpleNamespace(**vars(asked), gradient_accumulation=None, loss_chunk=0, data=None, rate=None))
 
 
 def jobs(most: int) -> list[tuple[int, int]]:
@@ -83,7 +75,7 @@ def main() -> int:
             make_pair(data, max(args.records, args.batch_size * most))
         for gpus, stage in jobs(most):
             config = with_stage(args.config, stage, folder)
-            plan = predicted(args, config, gpus)
+            plan = predicted(args.model, config, args.batch_size, gpus)
             figures: dict = {}
             if args.measured:
                 settings = Settings(args.model, config, args.batch_size, data, gpus, args.warm_up, args.steps)

@@ -23,15 +23,13 @@ import os
 import sys
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 
 import peer
 import torch
-from job import ROOT, JobFailed, Settings, measure
+from job import ROOT, JobFailed, Settings, measure, predicted
 from pictures import make_pair
 
 from rwkv_clip.model.config import ModelConfig, load_config
-from rwkv_clip.training.forecast import forecast
 
 # (model, file in ds_configs/, batch size) of each row of the README's table.
 TABLE = [
@@ -115,17 +113,7 @@ def row(args: argparse.Namespace, folder: Path, data: Path, peak: float | None) 
         flags=args.flags,
     )
     figures = measure(settings, folder / f"run_{args.config.stem}_{args.batch_size}_{args.model}")
-    asked = SimpleNamespace(
-        model=args.model,
-        config=str(args.config),
-        batch=args.batch_size,
-        gpus=args.gpus,
-        gradient_accumulation=None,
-        loss_chunk=0,
-        data=None,
-        rate=None,
-    )
-    figures["predicted_peak_gib"] = forecast(asked)["peak"] / 2**30
+    figures["predicted_peak_gib"] = predicted(args.model, args.config, args.batch_size, args.gpus)["peak"] / 2**30
     flops = 3 * matrix_flops_per_pair(load_config(args.model)) * figures["samples_per_second"] / args.gpus
     figures["tflops_per_gpu"] = flops / 1e12
     if peak:

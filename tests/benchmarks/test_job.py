@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from rwkv_clip import cli
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
@@ -133,3 +135,10 @@ def test_every_row_of_the_table_is_a_file_that_exists():
 def test_scaling_runs_powers_of_two_and_each_stage_at_the_most():
     assert scaling.jobs(8) == [(1, 1), (2, 1), (4, 1), (8, 1), (8, 2)]
     assert scaling.jobs(1) == [(1, 1), (1, 2)]
+
+
+def test_a_benchmark_states_what_rwkv_clip_plan_predicts(capsys):
+    config = BENCHMARKS.parent / "ds_configs" / "zero1_bf16.json"
+    words = ["plan", "--model", "RWKV-CLIP-Nano", "--config", str(config), "--batch", "8", "--gpus", "2", "--json"]
+    assert cli.main(words) == 0
+    assert job.predicted("RWKV-CLIP-Nano", config, 8, 2) == json.loads(capsys.readouterr().out)
