@@ -50,19 +50,26 @@ def _keeps_operator(op: Any, args: tuple[Any, ...]) -> bool:
     return op is _OPERATOR or (op in _PRODUCTS and args[-1].shape[1] < args[-1].shape[0])
 
 
+def _keeps_nothing(_op: Any, _args: tuple[Any, ...]) -> bool:
+    """Keep a block's input alone: activation checkpointing of whole blocks, inside the compiled backward pass."""
+    return False
+
+
+EVERYTHING = "everything"
 RECOMPUTE: dict[str, Callable[[Any, tuple[Any, ...]], bool] | None] = {
     "automatic": None,
     "elementwise": _keeps_all_but_elementwise,
     "wide": _keeps_narrow_products,
     "products": _keeps_operator,
+    EVERYTHING: _keeps_nothing,
 }
 """What the backward pass computes again, from least to most, by name -> whether to keep an op's output.
 
 Values of width C kept per token and layer, image / text tower of B/32:
 "automatic", 27 / 24: the compiler's own choice. "elementwise", 14.4 / 12.9: everything but full products and the
 operator; where the interpolations are kernels (ops/lerp.py) their 8 results are kept too, 22.4 / 20.9. "wide", 9.4 /
-9.4: also the squared ReLU's product. "products", 3.4 / 3.4: all products but the channel mix's last, whose output
-stands for five.
+9.4: also the squared ReLU and its product. "products", 3.4 / 3.4: all products but the channel mix's last, whose output
+stands for five. "everything", 1 / 1.
 """
 
 

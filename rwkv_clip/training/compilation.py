@@ -11,6 +11,7 @@ import copy
 import os
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -51,7 +52,12 @@ def check_section(section: dict[str, Any], source: str) -> None:
 
 
 def compile_towers(
-    model: RWKVCLIP, config: dict[str, Any], world: World, with_replay: bool, with_graphs: bool = False
+    model: RWKVCLIP,
+    config: dict[str, Any],
+    world: World,
+    with_replay: bool,
+    with_graphs: bool = False,
+    recompute: str = "elementwise",
 ) -> bool:
     """Compile the blocks as the resolved configuration's "compile" section says; True if they now run compiled.
 
@@ -61,6 +67,7 @@ def compile_towers(
     with_replay: also for passes without gradients, which accumulation over the global batch makes.
     with_graphs: whether CUDA graphs may be used, if the section asks for them. They write a step's gradients where the
         last step's lie, so each step must leave no `.grad` behind.
+    recompute: what the backward pass computes again, a key of RECOMPUTE.
     """
     section = config.get("compile", {})
     if not section.get("enabled", False):
@@ -72,8 +79,10 @@ def compile_towers(
     options = dict(section.get("options", {}))
     if not with_graphs and options.pop(CUDA_GRAPHS, False):
         logger.info("no CUDA graphs: they need ZeRO stage 1 on the GPU, without overlap_comm and without accumulation")
+    # It is said once at the second block, while the first one's backward pass is still to come, as it must be.
+    warnings.filterwarnings("ignore", message="Unable to hit fast path of CUDAGraphs")
     # Errors in what the user wrote end the run; those of the compiler do not.
-    forward = compiled_forward(section.get("recompute", "elementwise"), options)
+    forward = compiled_forward(recompute, options)
     logger.info("compiling the blocks, which takes a minute or two without what an earlier run left in %s", _cache())
     problem = ""
     with _first_on_its_machine_compiles(world), _reminders(started):

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ..errors import UserError
+from ..model.compile import EVERYTHING
 from .compilation import check_section as check_compile_section
 from .config_keys import STAGE_3, check_keys, check_scaling
 from .config_values import AUTO, check_kinds
@@ -278,3 +279,15 @@ def checkpoints_activations(config: dict[str, Any]) -> bool:
     """Whether a resolved configuration asks for activation checkpointing: its section is there and not switched off."""
     section = config.get("activation_checkpointing")
     return section is not None and section.get(ACTIVATION_CHECKPOINTING_SWITCH, True)
+
+
+def recomputed(config: dict[str, Any]) -> str:
+    """What compiled blocks compute again in the backward pass, a key of `RECOMPUTE`, of a resolved configuration.
+
+    Asked to checkpoint activations they do it themselves, unless an option asks for what DeepSpeed's function alone
+    can do, such as moving what is kept to the CPU.
+    """
+    options = config.get("activation_checkpointing", {}).items()
+    plain = not any(value for name, value in options if name != ACTIVATION_CHECKPOINTING_SWITCH)
+    own = EVERYTHING if checkpoints_activations(config) and plain else "elementwise"
+    return config.get("compile", {}).get("recompute", own)

@@ -14,8 +14,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ..errors import UserError
 from ..model.clip import RWKVCLIP
+from ..model.compile import EVERYTHING
 from .compilation import compile_towers
-from .config import ACTIVATION_CHECKPOINTING_SWITCH, checkpoints_activations, precision_name
+from .config import ACTIVATION_CHECKPOINTING_SWITCH, checkpoints_activations, precision_name, recomputed
 from .config_keys import keys_without_effect
 from .distributed import CommonError, World
 from .lean_zero import leaves_no_gradients, make_lean
@@ -166,7 +167,9 @@ def build_engine(
     set_training_mode(engine.module)
     replays = args.accumulation == "global" and config["gradient_accumulation_steps"] > 1
     with_graphs = config["gradient_accumulation_steps"] == 1 and leaves_no_gradients(engine.optimizer)
-    compile_towers(engine.module, config, world, replays, with_graphs)
+    recompute = recomputed(config)
+    if compile_towers(engine.module, config, world, replays, with_graphs, recompute) and recompute == EVERYTHING:
+        engine.module.set_activation_checkpointing(None)
     return engine
 
 

@@ -20,9 +20,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from ..model.clip import RWKVCLIP
-from ..model.compile import compiled_forward
+from ..model.compile import EVERYTHING, compiled_forward
 from ..model.config import ModelConfig
-from .config import DTYPES, BatchSizes, checkpoints_activations, precision_name
+from .config import DTYPES, BatchSizes, checkpoints_activations, precision_name, recomputed
 from .config_values import AUTO
 from .engine import lock_towers, set_training_mode
 from .loss import ClipLoss
@@ -113,9 +113,7 @@ def step_memory(
     learned = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     set_training_mode(model.to(DTYPES[precision]))
     width = DTYPES[precision].itemsize
-    recompute = None
-    if config.get("compile", {}).get("enabled", False):
-        recompute = config["compile"].get("recompute", "elementwise")
+    recompute = recomputed(config) if config.get("compile", {}).get("enabled", False) else None
     activations = activation_bytes(model, sizes.micro, checkpoints_activations(config), recompute, loss_chunk)
     rows = min(loss_chunk, sizes.micro) if loss_chunk else sizes.micro
     activations += _LOGIT_COPIES * 4 * rows * sizes.micro * (sizes.world_size - 1)
@@ -166,6 +164,7 @@ def activation_bytes(
     for plain ones. What the compiler would keep by "automatic" differs from version to version: it is counted as plain
     blocks, of which it stays below.
     """
+    checkpointed = checkpointed or recompute == EVERYTHING
     if recompute in (None, "automatic"):
         if checkpointed:
             model.set_activation_checkpointing(partial(checkpoint, use_reentrant=False, preserve_rng_state=False))
@@ -179,7 +178,9 @@ def activation_bytes(
         unit = batch * tokens * tower.config.width * weight.element_size()
         tower.block_runner = _keep_nothing
         if weight.requires_grad:
-            block = batch * kept_by_compiled_block(model.config, tower is model.image_model, recompute, weight.dtype)
+            # Checkpointed blocks keep their input, and one at a time what it takes to go back through it.
+            kept = "elementwise" if recompute == EVERYTHING else recompute
+            block = batch * kept_by_compiled_block(model.config, tower is model.image_model, kept, weight.dtype)
             held += tower.config.depth * (unit if checkpointed else block)
             # The text tower's last block is the first to need more, when everything else is still held.
             work = _COMPILED_WORK * unit + (block if checkpointed else 0)

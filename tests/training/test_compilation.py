@@ -21,6 +21,7 @@ from rwkv_clip.model.compile import compiled_forward
 from rwkv_clip.model.config import ImageConfig, ModelConfig, TextConfig
 from rwkv_clip.training import compilation
 from rwkv_clip.training.compilation import check_section, compile_towers
+from rwkv_clip.training.config import recomputed
 from rwkv_clip.training.loss import ClipLoss
 from rwkv_clip.training.masters import set_masters
 from rwkv_clip.training.sigmoid_loss import SigmoidLoss
@@ -275,7 +276,7 @@ def test_a_locked_tower_is_compiled_too(monkeypatch) -> None:
     [
         ({"enabled": 1}, "compile.enabled must be a bool, found 1"),
         ({"backend": "inductor"}, "unknown key 'compile.backend'; known are enabled, force, recompute, options"),
-        ({"recompute": "all"}, "compile.recompute must be one of automatic, elementwise, wide, products, found 'all'"),
+        ({"recompute": "all"}, "compile.recompute must be one of automatic, elementwise, wide, products, everything, found 'all'"),
     ],
 )
 def test_a_wrong_section_is_refused(values: dict, message: str) -> None:
@@ -301,3 +302,21 @@ def test_cuda_graphs_are_left_out_where_gradients_stay(with_graphs: bool, monkey
     assert compile_towers(RWKVCLIP(CONFIG), section(options=options), alone(), False, with_graphs)
     assert given == [options if with_graphs else {"epilogue_fusion": True}]
     assert options["triton.cudagraphs"]  # the configuration, which is written into the run folder, stays as it was
+
+
+@pytest.mark.parametrize(
+    ("checkpointing", "compiling", "expected"),
+    [
+        (None, {}, "elementwise"),
+        ({"enabled": True}, {}, "everything"),
+        ({"enabled": False}, {}, "elementwise"),
+        ({"enabled": True, "cpu_checkpointing": True}, {}, "elementwise"),
+        ({"enabled": True}, {"recompute": "products"}, "products"),
+    ],
+)
+def test_checkpointing_is_the_compiled_backward_passs_own_unless_deepspeed_is_asked_for_more(
+    checkpointing: dict | None, compiling: dict, expected: str
+) -> None:
+    config = {"compile": {"enabled": True, **compiling}}
+    config |= {"activation_checkpointing": checkpointing} if checkpointing is not None else {}
+    assert recomputed(config) == expected
