@@ -233,30 +233,37 @@ def to_cpp(ptx: str, wanted: str, types: tuple[str, str]) -> str:
     out.append("}  // namespace\nnamespace wkv6 {\n")
     for direction in ("forward", "backward"):
         out.append(f"template <> int launch_{direction}<{', '.join(types)}>(const Job& job, const Plan& plan) {{\n")
-        out.append("const int chunked = plan.chunks > 1 || plan.blocks < 4, blocks = plan.blocks;\n")
         out.append("const int heads = job.params.B * job.params.H;\n")
-        sides = 4 if direction == "backward" else 2
-        for name in names:
-            kind, blocks, flag = re.fullmatch(r"(\w+)_kernel_(\d)_(\d)", name).groups()
-            if kind == "states" and flag == str(int(direction == "backward")):
+        is_backward = direction == "backward"
+        kernels = [re.fullmatch(r"(\w+)_kernel_(\d)_(\d)(?:_(\d))?", name) for name in names]
+        for kernel in kernels:
+            kind, blocks, flag, groups = kernel.groups()
+            if kind == "states" and flag == str(int(is_backward)):
+                wanted_groups = f"with_groups<{blocks}>(plan.groups, [](auto groups) {{ return int(groups); }})"
                 out.append(
-                    f"if (chunked && blocks == {blocks}) if (const int error = emulator::launch({name}, "
-                    f"{sides} * heads, 1, 32 * blocks, plan.states_shared_bytes, job)) return error;\n"
+                    f"if (plan.chunks > 1 && plan.blocks == {blocks} && {wanted_groups} == {groups}) "
+                    f"if (const int error = emulator::launch({kernel[0]}, {1 + is_backward} * heads, 1, "
+                    f"32 * {blocks}, plan.states_shared_bytes, job)) return error;\n"
                 )
-        for name in names:
-            kind, blocks, flag = re.fullmatch(r"(\w+)_kernel_(\d)_(\d)", name).groups()
+        out.append("const auto launch_chunks = [&](int blocks, int first, int count) {\n")
+        out.append("Job part = job;\npart.first_chunk = first;\n")
+        for kernel in kernels:
+            kind, blocks, flag, _ = kernel.groups()
             if kind == direction:
                 out.append(
-                    f"if (chunked == {flag} && blocks == {blocks}) return emulator::launch({name}, heads, "
-                    "plan.chunks, 32 * blocks, plan.shared_bytes, job);\n"
+                    f"if (plan.chunked() == {flag} && blocks == {blocks}) return emulator::launch({kernel[0]}, heads, "
+                    f"count, 32 * {blocks}, plan.shared_bytes, part);\n"
                 )
-        out.append("return 2;\n}\n")
+        out.append("return 2;\n};\n")
+        out.append("const int full = plan.chunks - (plan.last_blocks < plan.blocks);\n")
+        out.append("if (const int error = full ? launch_chunks(plan.blocks, 0, full) : 0) return error;\n")
+        out.append("return full < plan.chunks ? launch_chunks(plan.last_blocks, full, 1) : 0;\n}\n")
     out.append("}  // namespace wkv6\n")
     return "".join(out)
 
 
 def kernel_name(mangled: str) -> str:
-    """Such as backward_kernel_5_0: blocks and whether chunked; for states_kernel whether for the backward pass."""
+    """Such as backward_kernel_5_0: blocks and whether chunked; states_kernel_4_1_5: blocks, whether backward, groups."""
     name = re.search(r"\d+((?:forward|backward|states)_kernel)I", mangled)[1]
-    blocks, flag = re.search(r"Li(\d)ELb(\d)E", mangled).groups()
-    return f"{name}_{blocks}_{flag}"
+    blocks, flag, groups = re.search(r"Li(\d)ELb(\d)E(?:Li(\d)E)?", mangled).groups()
+    return f"{name}_{blocks}_{flag}" + (f"_{groups}" if groups else "")

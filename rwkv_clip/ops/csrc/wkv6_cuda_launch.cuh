@@ -32,9 +32,11 @@ int launch_all(const Job& job, const Plan& plan) {
         const int error = with_size(plan.blocks, true, [&](auto blocks, auto chunked) {
             constexpr int kBlocks = decltype(blocks)::value;
             if constexpr (decltype(chunked)::value) {
-                return launch(states_kernel<Element, W, kBlocks, kBackward>,
-                              (kBackward ? 2 : 1) * job.params.B * job.params.H, 1, 32 * kBlocks,
-                              plan.states_shared_bytes, job);
+                return with_groups<kBlocks>(plan.groups, [&](auto groups) {
+                    return launch(states_kernel<Element, W, kBlocks, kBackward, decltype(groups)::value>,
+                                  (kBackward ? 2 : 1) * job.params.B * job.params.H, 1, 32 * kBlocks,
+                                  plan.states_shared_bytes, job);
+                });
             }
             return 0;
         });

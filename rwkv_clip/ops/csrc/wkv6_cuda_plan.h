@@ -31,6 +31,16 @@ auto with_size(int blocks, bool chunked, Function function) {
     return function(Constant<4>{}, std::false_type{});
 }
 
+// function(groups) with the number of channel groups as a constant where a kernel is compiled for it, else with 0.
+template <int kBlocks, class Function>
+auto with_groups(int groups, Function function) {
+    if constexpr (kBlocks == 4) {
+        if (groups == 4) return function(Constant<4>{});
+        if (groups == 5) return function(Constant<5>{});
+    }
+    return function(Constant<0>{});
+}
+
 template <class Element, class W>
 int launch_forward(const Job& job, const Plan& plan);
 template <class Element, class W>

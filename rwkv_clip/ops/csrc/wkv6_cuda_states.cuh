@@ -134,8 +134,8 @@ struct StatesLayout {
 // for the other direction are written where the previous chunk's state on the right belongs; then, from the last chunk
 // to the first one, these are added up. Each lane reads what it has written itself.
 // A warp works on block `warp` of each chunk and holds 8 tiles of the state; a state of more tiles takes several
-// passes.
-template <class Element, class W, int kBlocks, bool kBackward>
+// passes. kGroups: the number of channel groups where it is known, else 0.
+template <class Element, class W, int kBlocks, bool kBackward, int kGroups>
 __global__ void __launch_bounds__(32 * kBlocks, kBlocks == 4 ? 3 : 1) states_kernel(const __grid_constant__ Job job) {
     constexpr bool kSplit = Element::kSplit;
     constexpr int kTiles = 8, kKinds = kBackward ? 2 : 1;
@@ -144,6 +144,7 @@ __global__ void __launch_bounds__(32 * kBlocks, kBlocks == 4 ? 3 : 1) states_ker
     const Address shared = shared_memory();
     const Lane lane;
     Work work(job, kBlocks, blockIdx.x / kKinds, 0);
+    if (kGroups > 0) work.groups = kGroups, work.channels = 16 * kGroups;
     const int kind = blockIdx.x % kKinds;
     const int inverse = 65536 / work.groups + 1;  // tile * inverse >> 16 is tile / groups for all tiles
     const WKV6Params& params = job.params;
@@ -199,7 +200,8 @@ __global__ void __launch_bounds__(32 * kBlocks, kBlocks == 4 ? 3 : 1) states_ker
             };
             const int blocks = min((params.T + 15) / 16 - chunk * kBlocks, kBlocks);  // with tokens
             const bool is_empty = work.block >= blocks;
-            if (chunk + 1 < job.chunks) {
+            const bool has_previous = chunk > 0, has_next = chunk + 1 < job.chunks;
+            if (has_next) {
                 prefetch_rows(keys, values, place_in(chunk + 1, 0), lane);
                 prefetch_rows(w, w, place_in(chunk + 1, 0), lane);
             }
@@ -256,6 +258,7 @@ __global__ void __launch_bounds__(32 * kBlocks, kBlocks == 4 ? 3 : 1) states_ker
                     __syncwarp();
 #pragma unroll
                     for (int side = 0; side < 2; ++side) {
+                        if (!(side ? has_next : has_previous)) continue;  // no chunk to take it
                         const float* from = outer_row(side) + 16 * (first + i) + permuted(lane.g);
                         const float to_border[2] = {from[0], from[2]};
                         store(scaled_tile(side, work.block, first + i),
@@ -268,7 +271,6 @@ __global__ void __launch_bounds__(32 * kBlocks, kBlocks == 4 ? 3 : 1) states_ker
                 if (first_tile == 0) all_decays[chunk * work.channels + c] = decays[c];
             }
             __syncthreads();
-            const bool has_previous = chunk > 0, has_next = chunk + 1 < job.chunks;
             char* const left_of_next = state_of(chunk + 1, 0);
             char* const right_of_previous = state_of(chunk - 1, 1);
             for_each_tile(first_tile, [&](auto index, int key_group, int value_group, int offset) {
