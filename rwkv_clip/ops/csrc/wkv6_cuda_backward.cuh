@@ -222,6 +222,13 @@ __global__ void __launch_bounds__(32 * kBlocks, backward_occupancy(Element::kSpl
         return mine ? own_ga : shared + Layout::kZero;
     };
     __syncthreads();
+    if constexpr (kChunked) {  // from here on the warp's row of totals is the decay of the whole chunk
+        for (int c = lane.id; c < work.channels; c += 32) {
+            totals[work.block * work.channels + c] *= between[Between<kBlocks, true>::row_of_side(0, work) + c] *
+                                                      between[Between<kBlocks, true>::row_of_side(1, work) + c];
+        }
+        __syncwarp();
+    }
 
     // The pairs around the whole chunk, the diagonal of a product of states: this warp's share of the sum over value
     // channels, to row 0 of the sums, which level 16 does not need.
@@ -241,11 +248,8 @@ __global__ void __launch_bounds__(32 * kBlocks, backward_occupancy(Element::kSpl
             const float diagonal[2] = {lane.g & 1 ? sums[1] : sums[0], lane.g & 1 ? sums[7] : sums[6]};
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const int c = permuted(8 * half + lane.g), channel = 16 * group + c;
-                const float* outer = between + channel;
-                sums_row(0, work.block)[c] = diagonal[half] * totals[work.block * work.channels + channel] *
-                                             outer[Between<kBlocks, true>::row_of_side(0, work)] *
-                                             outer[Between<kBlocks, true>::row_of_side(1, work)];
+                const int c = permuted(8 * half + lane.g);
+                sums_row(0, work.block)[c] = diagonal[half] * totals[work.block * work.channels + 16 * group + c];
             }
         }
     };
@@ -451,11 +455,14 @@ __global__ void __launch_bounds__(32 * kBlocks, backward_occupancy(Element::kSpl
             }
         }
         if constexpr (kChunked) {
+#pragma unroll
             for (int other = 0; other < kBlocks; ++other) {
                 add_row(sums_row(0, other));
                 const int side = other < work.block;  // pairs of an earlier token with what is on the right
-                if (other != work.block && has_state(job, work, side))
-                    add_row(sums_row(Meet::kLevels + 1 + side, other));
+                const float* row = sums_row(Meet::kLevels + 1 + side, other);
+                const bool counts = other != work.block && has_state(job, work, side);
+                beyond[0] += counts ? row[permuted(lane.g)] : 0.f;
+                beyond[1] += counts ? row[permuted(lane.g) + 2] : 0.f;
             }
         }
         {
