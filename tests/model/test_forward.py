@@ -12,6 +12,7 @@ from rwkv_clip import ops
 from rwkv_clip.errors import UserError
 from rwkv_clip.model.clip import RWKVCLIP
 from rwkv_clip.model.image_tower import PatchProjection, add_branch
+from rwkv_clip.model.mixing import SquaredReLU
 
 
 def test_forward_gives_unit_features_and_a_scalar_temperature() -> None:
@@ -207,3 +208,15 @@ def test_frozen_towers_still_forward_and_train_the_other() -> None:
     contrastive_loss(*model(*small_batch(model))).backward()
     assert all(parameter.grad is None for parameter in model.image_model.parameters())
     assert all(parameter.grad is not None for parameter in model.text_model.parameters())
+
+
+@pytest.mark.parametrize("device", ["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
+@pytest.mark.parametrize(("dtype", "share"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-8)])
+def test_the_squared_relus_gradient_is_that_of_its_formula(device: str, dtype: torch.dtype, share: float) -> None:
+    x = torch.randn(40, 30, device=device).to(dtype).requires_grad_()
+    direction = torch.randn(40, 30, device=device).to(dtype)
+    y = SquaredReLU.apply(x)
+    (gradient,) = torch.autograd.grad(y, x, direction)
+    exact = x.detach().double()
+    torch.testing.assert_close(y.double(), exact.relu().square(), rtol=share, atol=0)
+    torch.testing.assert_close(gradient.double(), 2 * exact.relu() * direction.double(), rtol=2 * share, atol=0)
