@@ -263,7 +263,7 @@ def to_cpp(ptx: str, wanted: str, types: tuple[str, str]) -> str:
 
 
 def kernel_name(mangled: str) -> str:
-    """Such as backward_kernel_5_0: blocks and whether chunked; states_kernel_4_1_5: blocks, whether backward, groups."""
+    """Such as backward_kernel_5_0: blocks, whether chunked; states_kernel_4_1_5: blocks, whether backward, groups."""
     name = re.search(r"\d+((?:forward|backward|states)_kernel)I", mangled)[1]
     blocks, flag, groups = re.search(r"Li(\d)ELb(\d)E(?:Li(\d)E)?", mangled).groups()
     return f"{name}_{blocks}_{flag}" + (f"_{groups}" if groups else "")

@@ -47,6 +47,13 @@ def test_lengths_around_the_borders_of_blocks_and_chunks(tokens, kernels):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("channels", [64, 72])
+def test_chunks_with_the_numbers_of_channels_that_kernels_are_compiled_for(channels, dtype, kernels):
+    x = random_inputs((1, 130, 1, channels), dtype=dtype)
+    assert_close(emulated_results(kernels, x), oracle(x), **(FLOAT32 if dtype == torch.float32 else HALF))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("tokens", [61, 150])
 def test_gradient_of_the_decay_from_no_decay_to_total_decay(tokens, dtype, kernels):
     w = torch.rand(1, tokens, 1, 16, generator=torch.Generator().manual_seed(1)) * 20 - 8
