@@ -111,6 +111,11 @@ class TimeMix(PreciseModule):
         )
 
 
+def _roots_are_slow(x: Tensor) -> bool:
+    """On a CPU PyTorch's square root takes ten times as long for zeros, which half of a ReLU's outputs are."""
+    return x.device.type == "cpu"
+
+
 class SquaredReLU(torch.autograd.Function):
     """relu(x) ** 2, which keeps its output for the backward pass.
 
@@ -121,8 +126,7 @@ class SquaredReLU(torch.autograd.Function):
     def forward(ctx, x: Tensor) -> Tensor:
         root = torch.relu(x)
         y = torch.square(root)
-        # On a CPU PyTorch's square root takes ten times as long for zeros, which half of these are.
-        ctx.keeps_root = x.device.type == "cpu"
+        ctx.keeps_root = _roots_are_slow(x)
         ctx.save_for_backward(root if ctx.keeps_root else y)
         return y
 

@@ -11,6 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from rwkv_clip.cli import main
+from rwkv_clip.model import mixing
 from rwkv_clip.model.clip import RWKVCLIP
 from rwkv_clip.model.config import load_config
 from rwkv_clip.ops import lerp
@@ -35,30 +36,48 @@ def on_meta(config, dtype=torch.float32) -> RWKVCLIP:
 
 
 def without_kernels(monkeypatch) -> None:
-    """Predict for interpolations in plain PyTorch, as they run where `lerp.usable` says no."""
+    """Predict for interpolations in plain PyTorch, as they run where `lerp.usable` says no.
+
+    On a CPU, which has none, let a squared ReLU keep what it keeps on a GPU.
+    """
+    monkeypatch.setattr(mixing, "_roots_are_slow", lambda x: False)
     monkeypatch.setattr(lerp, "usable", lambda x, layout: False)
 
 
-# Measured on one H200 with torch 2.11, B/32, batch 512, bf16: the real job, and a loop without an engine, whose weights
-# and states took 1.0 GiB. Compiled blocks ran without CUDA graphs, with which the job took 15.7 GiB instead of 16.8.
+# Peaks of the real job on one H200 with torch 2.11, batch 512, bf16.
 @pytest.mark.parametrize(
-    ("kernels", "config", "measured", "beside"),
+    ("model", "config", "measured"),
     [
-        (True, "zero1_bf16", 23.9, 1.0),
-        (True, "zero1_bf16_compile", 16.8, None),
-        (True, "zero1_bf16_selective", 5.6, None),
-        (False, "zero1_bf16", 28.6, None),
-        (False, "zero1_bf16_compile", 10.9, 1.0),
+        ("B-32", "zero1_bf16", 22.1),
+        ("B-32", "zero2_bf16", 22.3),
+        ("B-32", "zero1_bf16_compile", 15.8),
+        ("B-16", "zero1_bf16_compile", 40.1),
     ],
 )
-def test_the_predicted_peak_is_within_10_percent_of_what_an_h200_took(
-    capsys, monkeypatch, kernels, config, measured, beside
-):
-    if not kernels:
-        without_kernels(monkeypatch)
-    figures = plan(capsys, "--model", "B-32", "--batch", 512, "--config", CONFIGS / f"{config}.json")
-    predicted = figures["peak"] / GIB if beside is None else figures["activations"] / GIB + beside
-    assert predicted == pytest.approx(measured, rel=0.1)
+def test_the_predicted_peak_is_within_10_percent_of_what_an_h200_took(capsys, model, config, measured):
+    figures = plan(capsys, "--model", model, "--batch", 512, "--config", CONFIGS / f"{config}.json")
+    assert figures["peak"] / GIB == pytest.approx(measured, rel=0.1)
+
+
+def test_without_the_kernels_too(capsys, monkeypatch):
+    without_kernels(monkeypatch)
+    figures = plan(capsys, "--model", "B-32", "--batch", 512, "--config", CONFIGS / "zero1_bf16_compile.json")
+    # Measured in a loop without an engine, whose weights and states took 1.0 GiB.
+    assert figures["activations"] / GIB + 1.0 == pytest.approx(10.9, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("config", "batch", "measured"),
+    [
+        ("zero1_bf16_selective", 512, 4.5),
+        ("zero1_bf16_checkpointing", 512, 3.4),
+        ("zero1_bf16_checkpointing", 4096, 21.4),
+    ],
+)
+def test_where_cuda_graphs_hide_memory_the_predicted_peak_is_an_upper_bound(capsys, config, batch, measured):
+    figures = plan(capsys, "--model", "B-32", "--batch", batch, "--config", CONFIGS / f"{config}.json")
+    assert measured < figures["peak"] / GIB < measured + max(1.6, 0.25 * measured)
+    assert figures["is_upper_bound"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
