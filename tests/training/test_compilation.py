@@ -276,7 +276,10 @@ def test_a_locked_tower_is_compiled_too(monkeypatch) -> None:
     [
         ({"enabled": 1}, "compile.enabled must be a bool, found 1"),
         ({"backend": "inductor"}, "unknown key 'compile.backend'; known are enabled, force, recompute, options"),
-        ({"recompute": "all"}, "compile.recompute must be one of automatic, elementwise, wide, products, everything, found 'all'"),
+        (
+            {"recompute": "all"},
+            "compile.recompute must be one of automatic, elementwise, wide, products, everything, found 'all'",
+        ),
     ],
 )
 def test_a_wrong_section_is_refused(values: dict, message: str) -> None:
