@@ -26,6 +26,7 @@ from .log import duration, logger
 from .metrics import ClosedInterval, Interval, MetricWriter
 from .optimizer import learning_rates
 from .profile import StepProfiler
+from .readback import idle_check
 from .signals import Agreement, StopRequest
 from .spikes import LossSpikes
 from .step import StepResult, train_step
@@ -68,12 +69,13 @@ class MicroBatches(Sequence[Batch]):
     So the device computes on one while the next is made ready.
     """
 
-    def __init__(self, loader: Loader, batches: Iterator[Batch]) -> None:
+    def __init__(self, loader: Loader, batches: Iterator[Batch], device: torch.device) -> None:
         self._loader = loader
         self._batches = batches
+        self._device = device
         self._taken: list[Batch] = []
         self.seconds_waited = 0.0
-        """For batches to be ready. Feeding goes on while the device computes, and is not counted."""
+        """For batches to be ready. Not counted: feeding, and waiting at whose end the device still had older work."""
 
     def __len__(self) -> int:
         return self._loader.accumulation_steps
@@ -83,9 +85,10 @@ class MicroBatches(Sequence[Batch]):
             raise IndexError(number)
         while len(self._taken) <= number:
             self._loader.work_ahead()
-            started = time.perf_counter()
+            started, is_idle = time.perf_counter(), idle_check(self._device)
             self._taken.append(next(self._batches))
-            self.seconds_waited += time.perf_counter() - started
+            if is_idle():
+                self.seconds_waited += time.perf_counter() - started
         return self._taken[number]
 
 
@@ -141,7 +144,7 @@ class Loop:
 
     def _step(self, epoch: int, step_of_epoch: int, batches: Iterator[Batch]) -> None:
         parts = self._parts
-        micro_batches = MicroBatches(parts.loader, batches)
+        micro_batches = MicroBatches(parts.loader, batches, parts.world.device)
         rates = learning_rates(parts.engine.basic_optimizer.param_groups)
         result = train_step(parts.engine, micro_batches, parts.loss, self._args.accumulation, self._meanwhile)
         ended = step_of_epoch + 1 == self._steps_per_epoch

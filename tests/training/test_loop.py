@@ -94,11 +94,27 @@ def test_a_micro_batch_is_taken_when_it_is_asked_for_and_feeding_is_no_waiting(m
 
     monkeypatch.setattr(loop.time, "perf_counter", lambda: clock[0])
     loader = SimpleNamespace(accumulation_steps=2, work_ahead=lambda: spend(5.0, "feed"))
-    batches = loop.MicroBatches(loader, (spend(1.0, name) for name in ("first", "second", "of the next step")))
+    names = ("first", "second", "of the next step")
+    batches = loop.MicroBatches(loader, (spend(1.0, name) for name in names), torch.device("cpu"))
     assert len(batches) == 2 and not calls
     assert next(iter(batches)) == "first" and calls == ["feed", "first"]
     assert list(batches) == list(batches) == ["first", "second"]
     assert calls == ["feed", "first", "feed", "second"] and batches.seconds_waited == 2.0
+
+
+def test_waiting_while_the_device_has_work_is_not_counted(monkeypatch) -> None:
+    clock, states = [0.0], iter([False, True])
+
+    def late_batches():
+        while True:
+            clock[0] += 1.0
+            yield "batch"
+
+    monkeypatch.setattr(loop.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(loop, "idle_check", lambda device: lambda: next(states))
+    loader = SimpleNamespace(accumulation_steps=2, work_ahead=lambda: None)
+    batches = loop.MicroBatches(loader, late_batches(), torch.device("cuda"))
+    assert list(batches) == ["batch"] * 2 and batches.seconds_waited == 1.0
 
 
 def test_a_loss_spike_is_marked_in_the_log_and_counted_from_its_step_on(monkeypatch) -> None:
