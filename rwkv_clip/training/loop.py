@@ -181,6 +181,11 @@ class Loop:
                 self._parts.engine.lr_scheduler.step()
             self._skip(epoch, first_ids)
 
+    def _step_was_applied(self) -> bool:
+        """False for a step that was left out. A save then would only push out one from before the trouble."""
+        self._settle()
+        return not self._skipped or self._skipped[-1] != self.position.step
+
     def _skip(self, epoch: int, first_ids: list[int]) -> None:
         """Count a step that was left out."""
         step = self.position.step
@@ -212,7 +217,8 @@ class Loop:
         if step % args.log_every == 0 or step == self._start.step + 1 or run_ended:
             # Written in the next step, where the time for it costs none, unless something else is due now.
             self._close_interval()
-        if wish >= SAVE or run_ended or (step % args.save_every == 0 if args.save_every else epoch_ended):
+        save_due = step % args.save_every == 0 if args.save_every else epoch_ended
+        if wish >= SAVE or run_ended or (save_due and self._step_was_applied()):
             self._save()
         if self._evaluation_due and not self._evaluate():
             return True

@@ -80,7 +80,7 @@ def test_steps_with_nan_gradients_are_skipped_and_end_the_run_when_they_do_not_s
     assert result.status == 2, result.output
     assert "2 skipped" in result.output and "Traceback" not in result.output
     assert len(result.errors) == 1 and "3 steps in a row had NaN or Inf gradients" in result.errors[0]
-    assert ".rec key" in result.errors[0] and "the last good save is of step 3" in result.errors[0]
+    assert ".rec key" in result.errors[0] and "the last good save is of step 1" in result.errors[0]
 
 
 def test_N5_a_rank_that_fails_ends_all_and_its_message_is_shown(folder, fixtures, model):
