@@ -69,6 +69,16 @@ def test_compiled_blocks_run_under_activation_checkpointing() -> None:
     assert_close(loss_and_gradients(model), expected, 1e-5)
 
 
+@pytest.mark.parametrize(("recompute", "calls"), [("elementwise", 1), ("everything", 2)])
+def test_the_operator_runs_at_most_twice_per_block_and_step(recompute: str, calls: int) -> None:
+    model = small_model(image=dict(depth=3), text=dict(depth=2))
+    compile_blocks(model, recompute=recompute, backend=TRACING)
+    loss_and_gradients(model)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        loss_and_gradients(model)
+    assert sum(event.count for event in profiler.key_averages() if event.key == "rwkv_clip::wkv6") == calls * (3 + 2)
+
+
 def test_an_evaluation_runs_uncompiled_at_any_batch_size() -> None:
     model = small_model()
     compile_blocks(model, backend=TRACING)
