@@ -108,6 +108,19 @@ struct Meeting {
     static __device__ __forceinline__ bool is_later(int block, int m) { return block >> m & 1; }
 };
 
+// Turns w of the warp's block, one group's, into rates, and writes its decay to totals[block * channels + c].
+__device__ __forceinline__ void write_block_decay(float* totals, float (&rates)[8], const Work& work, int group,
+                                                  const Lane& lane) {
+    float total[2];
+    to_rates(rates);
+    block_decay(total, rates);
+    if (lane.q == 0) {
+        float* to = totals + work.block * work.channels + 16 * group + permuted(lane.g);
+        to[0] = total[0];
+        to[2] = total[1];
+    }
+}
+
 // The work before the loop over channel groups, several groups at a time so that their loads wait together: writes the
 // decay of the warp's block to totals[block * channels + c], and calls use(group, a tile's Rows of each tensor).
 template <class Element, class W, int kTensors, class Use>
@@ -129,14 +142,7 @@ __device__ __forceinline__ void load_block(float* totals, const Head<W>& w, cons
         for (int i = 0; i < kBatch; ++i) {
             if (first + i >= work.groups) break;
             use(first + i, rows[i]);
-            float total[2];
-            to_rates(rates[i]);
-            block_decay(total, rates[i]);
-            if (lane.q == 0) {
-                float* to = totals + work.block * work.channels + 16 * (first + i) + permuted(lane.g);
-                to[0] = total[0];
-                to[2] = total[1];
-            }
+            write_block_decay(totals, rates[i], work, first + i, lane);
         }
     }
 }

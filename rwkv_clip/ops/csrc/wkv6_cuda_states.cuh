@@ -227,14 +227,7 @@ __global__ void __launch_bounds__(32 * kBlocks, kBlocks == 4 ? 3 : 1) states_ker
                 for (int i = 0; i < kBatch; ++i) {
                     if (first + i >= work.groups) break;
                     store(value_tile(work.block, first + i), value_rows[i].operand(), lane);
-                    float total[2];
-                    to_rates(rates[i]);
-                    block_decay(total, rates[i]);
-                    if (lane.q == 0) {
-                        float* to = totals + work.block * work.channels + 16 * (first + i) + permuted(lane.g);
-                        to[0] = total[0];
-                        to[2] = total[1];
-                    }
+                    write_block_decay(totals, rates[i], work, first + i, lane);
                 }
                 __syncthreads();
                 for (int c = 16 * first + lane.id; c < min(16 * (first + kBatch), work.channels); c += 32) {
