@@ -146,12 +146,21 @@ class Kernel:
         if is_load:
             self.lines.append(f"{{ const {vector} from = *emulator::checked<{vector}>({address});")
             for i, register in enumerate(registers):
-                wider = register.startswith("%rd") and "64" not in kind  # extended by the sign of its kind
-                self.write(register, f"uint64_t(from.values[{i}])" if wider else f"from.values[{i}]")
+                wide = self.wider(register, kind)  # extended by the sign of its kind
+                self.write(register, f"{wide}(from.values[{i}])" if wide else f"from.values[{i}]")
             self.lines.append("}")
         else:
-            values = ", ".join(self.read(register, kind) for register in registers)
+            values = ", ".join(
+                self.convert(register, kind) if self.wider(register, kind) else self.read(register, kind)
+                for register in registers
+            )
             self.lines.append(f"*emulator::checked<{vector}>({address}) = {vector}{{{{{values}}}}};")
+
+    def wider(self, register: str, kind: str) -> str | None:
+        """The type of an integer register that has more bits than `kind`."""
+        name = re.match(r"%(rd|rs|r)\d", register)
+        bits = {"rs": 16, "r": 32, "rd": 64}[name[1]] if name and kind != "float" else 0
+        return TYPES[name[1]] if name and bits > int(re.search(r"\d+|$", kind)[0] or 64) else None
 
     def value(self, name: str, parts: list[str], kind: str, operands: list[str]) -> str:
         """The value of an instruction that only computes."""

@@ -5,6 +5,7 @@
 // tokens after i in the later half: sums of one sign of direction, without the cancellation of a difference of totals.
 #pragma once
 
+#include "wkv6_cuda_lone.cuh"
 #include "wkv6_cuda_states.cuh"
 
 namespace wkv6 {
@@ -25,7 +26,7 @@ struct BackwardLayout {
     // [block][4], after the last use of v, which is in the loop where there are states.
     static constexpr int kOwn = kChunked ? kSums + (kLevels + 3) * kBlocks * 64 : kV;
     static constexpr int kOwnBytes = 4 * kBlocks * kTile;
-    int v, gy, u, totals, between, gu_sums, states, bytes;
+    int v, gy, u, totals, between, gu_sums, lone, states, bytes;
 
     __host__ __device__ explicit BackwardLayout(int groups) {
         const int v_bytes = kBlocks * groups * kTile;
@@ -35,8 +36,9 @@ struct BackwardLayout {
         totals = u + groups * 64;                                           // [block][channel], float
         between = totals + kBlocks * groups * 64;                           // see Between
         gu_sums = between + Between<kBlocks, kChunked>::kRows * kBlocks * groups * 64;  // [block][channel], float
+        lone = gu_sums + kBlocks * groups * 64;  // see Lone
         // [side][kind][value group]; after the loop [parity][side][value group].
-        states = gu_sums + kBlocks * groups * 64;
+        states = lone + Lone<kBlocks, true>::bytes(groups);
         bytes = states + (kChunked ? 4 * groups * kTile : 0);
     }
 };
@@ -169,10 +171,12 @@ __global__ void __launch_bounds__(32 * kBlocks, backward_occupancy(Element::kSpl
         }
     };
     Sides<kSplit> sides;  // of k
+    const Lone<kBlocks, true> lone(shared + layout.lone, job, work);
 
     if (work.head < job.ahead) prefetch_rows(r, k, work.place(job, 0), lane);
     if constexpr (kChunked) copy_next_states(0);
     const Head<Element> both[2] = {v, gy};
+    const auto last_token = lone.load(r, k, v, gy);
     load_block(totals, w, both, job, work, lane, [&](int group, const Rows<Element>(&rows)[2]) {
         store(v_tile(work.block, group), rows[0].operand(), lane);
         store(gy_tile(work.block, group), rows[1].operand(), lane);
@@ -184,16 +188,24 @@ __global__ void __launch_bounds__(32 * kBlocks, backward_occupancy(Element::kSpl
         store_shared(shared + Layout::kZero + 16 * i, uint4{0u, 0u, 0u, 0u});
     }
     load_u(u, job, work);
+    lone.write(last_token);
     __syncthreads();
     Between<kBlocks, kChunked>::write(between, totals, work, lane);
+    lone.write_factors(totals);
+    if (Meet::kLone) __syncthreads();
 
     // gA[t, s]: rows are the own tokens.
     float ga_diagonal[4];
     {
         float sums[kBlocks][8] = {};
+        LonePairs lone_pairs;  // gA[own, lone], gA[lone, own]
 #pragma unroll 1
         for (int group = 0; group < work.groups; ++group) {
             const Operand<kSplit> left = left_rows<kSplit>(gy_tile(work.block, group), lane);
+            if (Meet::kLone) {
+                const Operand<kSplit> values = left_rows<kSplit>(v_tile(work.block, group), lane);
+                lone.add_ga(lone_pairs, left, values, group, lane);
+            }
 #pragma unroll
             for (int other = 0; other < kBlocks; ++other) {
                 add_product(sums[other], left, right_rows<kSplit>(v_tile(other, group), lane), lane);
@@ -210,6 +222,7 @@ __global__ void __launch_bounds__(32 * kBlocks, backward_occupancy(Element::kSpl
             ga_diagonal[2] = from_lane(sums[other][6], 9 * lane.q);
             ga_diagonal[3] = from_lane(sums[other][7], 9 * lane.q + 4);
         }
+        lone.write_ga(lone_pairs, work.block, lane);
     }
     __syncwarp();
     // The own block's gA by levels: each lane reads what it holds of the level's pairs, or zeros.
@@ -257,6 +270,7 @@ __global__ void __launch_bounds__(32 * kBlocks, backward_occupancy(Element::kSpl
     // A transposed: rows are the own tokens as keys.
     PairsInside inside;
     float across[Meet::kSlots][8] = {};
+    LonePairs lone_pairs;  // A[own, lone], A[lone, own]
 
     Rows<Element> next_r, next_k;
     float next_w[8];
@@ -281,7 +295,7 @@ __global__ void __launch_bounds__(32 * kBlocks, backward_occupancy(Element::kSpl
         for (int i = 0; i < 8; ++i) rates[i] = next_w[i];
         to_rates(rates);
         const BlockDecay<kSplit> decay(rates, lane);
-        if (group + 2 == work.groups) prefetch_other_head<Element, W>(job, work, true, lane);
+        if (group + 2 == work.groups) prefetch_other_head<Element, W, kBlocks>(job, work, true, lane);
         const Unscaled<kSplit> r_channels = to_channels(next_r, own_tile(2), lane);
         const Unscaled<kSplit> k_channels = to_channels(next_k, own_tile(3), lane);
 
@@ -312,7 +326,7 @@ __global__ void __launch_bounds__(32 * kBlocks, backward_occupancy(Element::kSpl
             }
             inside.add_near(k_values, r_values, u_values);
         }
-        if (!work.alone) {
+        if (Meet::kLone || !work.alone) {
             const Address ga = pairs_of_level(1);
             Operand<kSplit> near = load_fragment<kSplit>(ga), near_t = load_fragment<kSplit>(ga + kTile);
             const auto add_level = [&](auto level) {
@@ -393,6 +407,13 @@ __global__ void __launch_bounds__(32 * kBlocks, backward_occupancy(Element::kSpl
             if (!Meet::has_level(work.block, m)) return;
             float level_r[8] = {}, level_k[8] = {};
             const Operand<kSplit> left = left_columns<kSplit>(k_tile(m, work.block), lane);
+            const Operand<kSplit> scaled_r = left_rows<kSplit>(r_tile(m, work.block), lane);
+            const Operand<kSplit> scaled_k = left_rows<kSplit>(k_tile(m, work.block), lane);
+            if (Meet::meets_lone(work.block, m)) {
+                const Operand<kSplit> queries = left_columns<kSplit>(r_tile(m, work.block), lane);
+                lone.add_pairs(lone_pairs, queries, left, m, group, lane);
+                lone.add_level(level_r, level_k, scaled_r, scaled_k, m, group, work.block, lane);
+            }
             Meet::template for_each_other<m>(work.block, [&](auto slot, int other) {
                 add_product(across[decltype(slot)::value], left, right_columns<kSplit>(r_tile(m, other), lane), lane);
                 add_product(level_r, left_rows<kSplit>(k_tile(m, other), lane),
@@ -401,8 +422,7 @@ __global__ void __launch_bounds__(32 * kBlocks, backward_occupancy(Element::kSpl
                             right_columns<kSplit>(ga_tile(other, work.block), lane), lane);
             });
             const Operand<kSplit> q =
-                add_sums(scale_of[m], left_rows<kSplit>(r_tile(m, work.block), lane), level_r,
-                         left_rows<kSplit>(k_tile(m, work.block), lane), level_k, Meet::is_later(lane.warp, m));
+                add_sums(scale_of[m], scaled_r, level_r, scaled_k, level_k, Meet::is_later(lane.warp, m));
             if (m > 0) write_channel_sums(sums_row(m, work.block), q, lane);
         });
         if constexpr (kChunked) {
@@ -454,6 +474,7 @@ __global__ void __launch_bounds__(32 * kBlocks, backward_occupancy(Element::kSpl
                     add_row(sums_row(m, other));
             }
         }
+        if (Meet::kLone && work.block == 2) lone.add_beyond(beyond, totals, group, lane);
         if constexpr (kChunked) {
 #pragma unroll
             for (int other = 0; other < kBlocks; ++other) {
@@ -482,8 +503,10 @@ __global__ void __launch_bounds__(32 * kBlocks, backward_occupancy(Element::kSpl
         }
     }
 
+    const float lone_ga = lone.own_ga(lane);
+#pragma unroll 1
     for (int c = threadIdx.x; c < params.N; c += blockDim.x) {
-        float sum = 0.f;
+        float sum = Meet::kLone ? lone.write_gradients(gr, gk, gw, totals, u, lone_ga, c) : 0.f;
 #pragma unroll
         for (int block = 0; block < kBlocks; ++block) sum += gu_sums[block * work.channels + c];
         job.gu_parts[(static_cast<int64_t>(work.head) * job.chunks + work.chunk) * params.N + c] = sum;
@@ -495,8 +518,12 @@ __global__ void __launch_bounds__(32 * kBlocks, backward_occupancy(Element::kSpl
     for (int slot = 0; slot < Meet::kSlots; ++slot) set_values(other_weights[slot], across[slot]);
 
     const Head<Element> gv(params.gv, work.b, work.h);
+    const LoneWeights as_key = lone.weights(lone_pairs, 0, lane), as_query = lone.weights(lone_pairs, 1, lane);
     const auto finish = [&](int group, float(&sums)[8]) {
-        add_product(sums, own_weights, right_columns<kSplit>(gy_tile(work.block, group), lane), lane);
+        const Operand<kSplit> own_gy = right_columns<kSplit>(gy_tile(work.block, group), lane);
+        add_product(sums, own_weights, own_gy, lane);
+        lone.add_to_rows(sums, as_query, lone.kGy, group, lane);
+        lone.write_part(between, as_key, own_gy, group, work.block, lane);
         for_each<Meet::kLevels>([&](auto level) {
             Meet::template for_each_other<decltype(level)::value>(work.block, [&](auto slot, int other) {
                 add_product(sums, other_weights[decltype(slot)::value],
@@ -518,6 +545,8 @@ __global__ void __launch_bounds__(32 * kBlocks, backward_occupancy(Element::kSpl
             float sums[8] = {};
             finish(group, sums);
         }
+        if (Meet::kLone) __syncthreads();
+        lone.finish_row(gv, between, lone.kGy, u, lane);
     }
 }
 

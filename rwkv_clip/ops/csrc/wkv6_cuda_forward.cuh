@@ -1,6 +1,7 @@
 // Forward: A [T, T] tile by tile in registers, then y = A v.
 #pragma once
 
+#include "wkv6_cuda_lone.cuh"
 #include "wkv6_cuda_states.cuh"
 
 namespace wkv6 {
@@ -14,14 +15,15 @@ struct ForwardLayout {
     static constexpr int kScaledR = kScaledK + 2 * kLevels * kBlocks * kTile;  // [level][block]
     static constexpr int kOwn = kScaledR + kLevels * kBlocks * kTile;          // [block][4]
     static constexpr int kFixed = kOwn + 4 * kBlocks * kTile;
-    int u, totals, between, v, states, bytes;
+    int u, totals, between, v, lone, states, bytes;
 
     __host__ __device__ explicit ForwardLayout(int groups) {
         u = kFixed;                                                              // [channel], float
         totals = u + groups * 64;                                                // [block][channel], float
         between = totals + kBlocks * groups * 64;                                // see Between
         v = between + Between<kBlocks, kChunked>::kRows * kBlocks * groups * 64;  // [group][block]
-        states = v + kBlocks * groups * kTile;                                   // [parity][side][value group]
+        lone = v + kBlocks * groups * kTile;                                     // see Lone
+        states = lone + Lone<kBlocks, false>::bytes(groups);                     // [parity][side][value group]
         bytes = states + (kChunked ? 4 * groups * kTile : 0);
     }
 };
@@ -52,19 +54,24 @@ __global__ void __launch_bounds__(32 * kBlocks, forward_occupancy(Element::kSpli
     const auto v_tile = [&](int block, int group) { return shared + layout.v + (group * kBlocks + block) * kTile; };
     const Address states = shared + layout.states;
     Sides<kSplit> sides;  // of r
+    const Lone<kBlocks, false> lone(shared + layout.lone, job, work);
 
     if (work.head < job.ahead) prefetch_rows(r, k, work.place(job, 0), lane);
     if constexpr (kChunked) copy_states<kSplit, kBlocks, 1>(states, job, work, 0);
     const Head<Element> values[1] = {v};
+    const auto last_token = lone.load(r, k, v, v);
     load_block(totals, w, values, job, work, lane, [&](int group, const Rows<Element>(&rows)[1]) {
         store(v_tile(work.block, group), rows[0].operand(), lane);
     });
     load_u(u, job, work);
+    lone.write(last_token);
     __syncthreads();
     Between<kBlocks, kChunked>::write(between, totals, work, lane);
+    lone.write_factors(totals);
 
     PairsInside inside;
     float across[Meet::kSlots][8] = {};
+    LonePairs lone_pairs;  // A[own, lone], A[lone, own]
 
     Rows<Element> next_r, next_k;
     float next_w[8];
@@ -80,7 +87,7 @@ __global__ void __launch_bounds__(32 * kBlocks, forward_occupancy(Element::kSpli
         }
         to_rates(next_w);
         const BlockDecay<kSplit> decay(next_w, lane);
-        if (group + 2 == work.groups) prefetch_other_head<Element, W>(job, work, false, lane);
+        if (group + 2 == work.groups) prefetch_other_head<Element, W, kBlocks>(job, work, false, lane);
         const Unscaled<kSplit> r_channels = to_channels(next_r, own_tile(2), lane);
         const Unscaled<kSplit> k_channels = to_channels(next_k, own_tile(3), lane);
         if (group + 1 < work.groups) {
@@ -119,7 +126,7 @@ __global__ void __launch_bounds__(32 * kBlocks, forward_occupancy(Element::kSpli
             const float u_values[2] = {from[0], from[2]};
             inside.add_near(r_values, k_values, u_values);
         }
-        if (!work.alone) {
+        if (Meet::kLone || !work.alone) {
             const auto add_level = [&](auto level) {
                 constexpr int kLevel = decltype(level)::value;
                 const Scale<kSplit> scale = decay.template inside<kLevel>(lane);
@@ -139,6 +146,10 @@ __global__ void __launch_bounds__(32 * kBlocks, forward_occupancy(Element::kSpli
             constexpr int m = decltype(level)::value;
             if (!Meet::has_level(work.block, m)) return;
             const Operand<kSplit> left = left_columns<kSplit>(r_tile(m), lane);
+            if (Meet::meets_lone(work.block, m)) {
+                const Operand<kSplit> keys = left_columns<kSplit>(k_tile(group & 1, m, work.block), lane);
+                lone.add_pairs(lone_pairs, left, keys, m, group, lane);
+            }
             Meet::template for_each_other<m>(work.block, [&](auto slot, int other) {
                 add_product(across[decltype(slot)::value], left,
                             right_columns<kSplit>(k_tile(group & 1, m, other), lane), lane);
@@ -152,8 +163,12 @@ __global__ void __launch_bounds__(32 * kBlocks, forward_occupancy(Element::kSpli
     for (int slot = 0; slot < Meet::kSlots; ++slot) set_values(other_weights[slot], across[slot]);
 
     const Head<Element> y(params.y, work.b, work.h);
+    const LoneWeights from_lone = lone.weights(lone_pairs, 0, lane), to_lone = lone.weights(lone_pairs, 1, lane);
     const auto finish = [&](int group, float(&sums)[8]) {
-        add_product(sums, own_weights, right_columns<kSplit>(v_tile(work.block, group), lane), lane);
+        const Operand<kSplit> own_values = right_columns<kSplit>(v_tile(work.block, group), lane);
+        add_product(sums, own_weights, own_values, lane);
+        lone.add_to_rows(sums, from_lone, lone.kV, group, lane);
+        lone.write_part(between, to_lone, own_values, group, work.block, lane);
         for_each<Meet::kLevels>([&](auto level) {
             Meet::template for_each_other<decltype(level)::value>(work.block, [&](auto slot, int other) {
                 add_product(sums, other_weights[decltype(slot)::value],
@@ -175,6 +190,8 @@ __global__ void __launch_bounds__(32 * kBlocks, forward_occupancy(Element::kSpli
             float sums[8] = {};
             finish(group, sums);
         }
+        if (Meet::kLone) __syncthreads();
+        lone.finish_row(y, between, lone.kV, u, lane);
     }
 }
 

@@ -71,20 +71,28 @@ constexpr int backward_occupancy(bool split, int blocks) { return blocks > 4 ? 2
 
 // How the kBlocks blocks of a chunk meet. At level 16 * 2^m a block meets the blocks of the neighbouring half of 2^m
 // blocks: for i < 2^m block other(block, m, i), or none (-1). What a warp keeps for each of the other blocks has
-// number slot(m, i), so that it stays in registers. Blocks past the sequence's end are empty, not absent.
+// number slot(m, i), so that it stays in registers. Blocks past the sequence's end are empty, not absent. Three blocks
+// are full, and one token follows them (wkv6_cuda_lone.cuh).
 template <int kBlocks>
 struct Meeting {
-    static_assert(kBlocks == 1 || kBlocks == 2 || kBlocks == 4 || kBlocks == 5, "");
-    static constexpr int kLevels = kBlocks == 1 ? 0 : kBlocks == 2 ? 1 : kBlocks == 4 ? 2 : 3;
+    static_assert(kBlocks >= 1 && kBlocks <= 5, "");
+    static constexpr bool kLone = kBlocks == 3;
+    static constexpr int kLevels = kBlocks == 1 ? 0 : kBlocks == 2 ? 1 : kBlocks == 5 ? 3 : 2;
     static constexpr int kSlots = kBlocks == 1 ? 1 : kBlocks - 1;
 
-    // Of five blocks the last one meets all others at level 64, in the slots of levels that it does not have.
+    // Of five blocks the last one meets all others at level 64, in the slots of levels that it does not have; of three
+    // the last one meets both others at level 32.
     static __host__ __device__ constexpr int slot(int m, int i) {
+        if (kBlocks == 3) return m == 1 && i == 0;
         return kBlocks == 5 && m == 2 ? (i == 0 ? 3 : i - 1) : (1 << m) + i - 1;
     }
 
-    static constexpr bool kMayBeNone = kBlocks == 5;
+    static constexpr bool kMayBeNone = kBlocks == 5 || kBlocks == 3;
     static __device__ __forceinline__ int other(int block, int m, int i) {
+        if constexpr (kBlocks == 3) {
+            if (block == 2) return m == 1 ? i : -1;
+            return m == 0 ? block ^ 1 : i == 0 ? 2 : -1;
+        }
         if constexpr (kBlocks == 5) {
             if (m == 2) return block == 4 ? i : i == 0 ? 4 : -1;
             if (block == 4) return -1;
@@ -106,6 +114,9 @@ struct Meeting {
     static __device__ __forceinline__ bool has_level(int block, int m) { return kBlocks != 5 || m == 2 || block < 4; }
 
     static __device__ __forceinline__ bool is_later(int block, int m) { return block >> m & 1; }
+
+    // Whether a block meets the token that follows three blocks.
+    static __device__ __forceinline__ bool meets_lone(int block, int m) { return kLone && (block == 2) == (m == 0); }
 };
 
 // Turns w of the warp's block, one group's, into rates, and writes its decay to totals[block * channels + c].
@@ -148,18 +159,23 @@ __device__ __forceinline__ void load_block(float* totals, const Head<W>& w, cons
 }
 
 // Asks for the inputs of the head whose thread block will start when this one ends, about.
-template <class Element, class W>
+template <class Element, class W, int kBlocks>
 __device__ __forceinline__ void prefetch_other_head(const Job& job, const Work& work, bool backward, const Lane& lane) {
     const WKV6Params& params = job.params;
     const int head = work.head + job.ahead;
     if (head >= params.B * params.H) return;
     const int b = head / params.H, h = head % params.H;
-    const Place place = work.place(job, 0);
     const Head<Element> v(params.v, b, h);
     const Head<W> w(params.w, b, h);
-    prefetch_rows(v, w, place, lane);
-    prefetch_rows(Head<Element>(params.r, b, h), Head<Element>(params.k, b, h), place, lane);
-    if (backward) prefetch_rows(Head<Element>(params.gy, b, h), v, place, lane);
+    // The token that follows three blocks is asked for by the first one's warp.
+    const int step = 16 * kBlocks, end = Meeting<kBlocks>::kLone && work.block == 0 ? params.T : work.first_token + 1;
+#pragma unroll 1
+    for (int token = work.first_token; token < end; token += step) {
+        const Place place{token, params.T, 0, params.N};
+        prefetch_rows(v, w, place, lane);
+        prefetch_rows(Head<Element>(params.r, b, h), Head<Element>(params.k, b, h), place, lane);
+        if (backward) prefetch_rows(Head<Element>(params.gy, b, h), v, place, lane);
+    }
 }
 
 // Product of the decays of blocks first ... last - 1.

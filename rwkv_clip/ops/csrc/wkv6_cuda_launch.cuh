@@ -11,7 +11,7 @@ namespace wkv6 {
 template <class Element, class W, bool kBackward>
 int launch_chunks(Job job, const Plan& plan, int blocks, int first, int count) {
     job.first_chunk = first;
-    return with_size(blocks, plan.chunked(), [&](auto blocks, auto chunked) {
+    return with_size<Element::kSplit>(blocks, plan.chunked(), [&](auto blocks, auto chunked) {
         constexpr int kBlocks = decltype(blocks)::value;
         constexpr bool kChunked = decltype(chunked)::value;
         const int heads = job.params.B * job.params.H;
@@ -29,7 +29,7 @@ int launch_chunks(Job job, const Plan& plan, int blocks, int first, int count) {
 template <class Element, class W, bool kBackward>
 int launch_all(const Job& job, const Plan& plan) {
     if (plan.chunks > 1) {
-        const int error = with_size(plan.blocks, true, [&](auto blocks, auto chunked) {
+        const int error = with_size<Element::kSplit>(plan.blocks, true, [&](auto blocks, auto chunked) {
             constexpr int kBlocks = decltype(blocks)::value;
             if constexpr (decltype(chunked)::value) {
                 return with_groups<kBlocks>(plan.groups, [&](auto groups) {

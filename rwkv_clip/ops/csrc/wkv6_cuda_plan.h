@@ -15,12 +15,12 @@ struct Plan {
     int ahead;
     int error;
 
-    bool chunked() const { return chunks > 1 || blocks < 4; }
+    bool chunked() const { return chunks > 1 || blocks < 3; }
     size_t workspace_bytes() const { return states_bytes + gu_bytes + decays_bytes; }
 };
 
 // Calls function(blocks, chunked) with the sizes as constants, those that the kernels are compiled for.
-template <class Function>
+template <bool kSplit, class Function>
 auto with_size(int blocks, bool chunked, Function function) {
     if (chunked) {
         if (blocks == 1) return function(Constant<1>{}, std::true_type{});
@@ -28,6 +28,9 @@ auto with_size(int blocks, bool chunked, Function function) {
         return function(Constant<4>{}, std::true_type{});
     }
     if (blocks == 5) return function(Constant<5>{}, std::false_type{});
+    if constexpr (!kSplit) {
+        if (blocks == 3) return function(Constant<3>{}, std::false_type{});
+    }
     return function(Constant<4>{}, std::false_type{});
 }
 
