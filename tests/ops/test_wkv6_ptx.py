@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="session")
 def kernels(request):
-    """The kernels of bfloat16 tensors with w in float32, of one chunk of up to 64 tokens (49 have their own), as compiled for sm_90."""
+    """The kernels of bfloat16 tensors with w in float32, of one chunk of up to 64 tokens, as compiled for sm_90."""
     source = CSRC / "wkv6_cuda_bf16_w32.cu"
     folder = request.config.cache.mkdir("wkv6_emulated")
     command = [os.path.join(toolchain.cuda_home(), "bin", "nvcc"), "-O3", "-std=c++17", "-arch=compute_90", "-ptx"]
