@@ -9,6 +9,8 @@ import contextlib
 import pickle
 import re
 import sys
+from collections.abc import Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
-from . import averaged
+from . import averaged, checksum
 from .tensor_file import read_tensors
 
 CHECKPOINTS = "checkpoints"
@@ -36,13 +38,14 @@ def read_folder(folder: Path, ema: bool = False) -> dict[str, Tensor]:
     a line on stderr says so.
 
     Raises:
-        UserError: no weights there, or an incomplete checkpoint.
+        UserError: no weights there, or an incomplete or damaged checkpoint.
     """
     final, checkpoint = folder / (averaged.FINAL_WEIGHTS if ema else FINAL_WEIGHTS), find_checkpoint(folder)
     if final.is_file() and (checkpoint is None or final.stat().st_mtime >= checkpoint.stat().st_mtime):
         return read_tensors(final, "remove it, and a checkpoint is read instead")
     if checkpoint is None:
         raise UserError(f"{folder}: no checkpoint in this folder; give a run folder, a checkpoint folder or a file")
+    _check(checkpoint, (averaged.PATTERN, FROZEN) if ema else ("*_states.pt", FROZEN))
     try:
         return _read_averaged(checkpoint) if ema else read_checkpoint(checkpoint)
     except ImportError as error:
@@ -59,6 +62,13 @@ def find_checkpoint(folder: Path) -> Path | None:
     checkpoints = folder / CHECKPOINTS if (folder / CHECKPOINTS).is_dir() else folder
     found = [path for path in checkpoints.iterdir() if _STEP.match(path.name) and any(path.glob("*_model_states.pt"))]
     return max(found, key=lambda path: int(path.name.removeprefix("step_")), default=None)
+
+
+def _check(checkpoint: Path, patterns: Sequence[str]) -> None:
+    """`UserError` if files of these names hold other bytes than were written, as far as that was recorded."""
+    for name, recorded in checksum.recorded(checkpoint).items():
+        if any(fnmatch(name, pattern) for pattern in patterns) and (checkpoint / name).is_file():
+            checksum.check(checkpoint / name, recorded)
 
 
 def read_checkpoint(checkpoint: Path) -> dict[str, Tensor]:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..errors import UserError
+from ..model import checksum
 from .distributed import World, wait_for
+
+Written = tuple[int, str]
+"""Of a file: its size in bytes and its checksum."""
 
 
 class BackgroundWriter:
@@ -31,10 +32,10 @@ class BackgroundWriter:
         """Whether this rank knows that the save cannot be completed; `finish` then raises."""
         return self._error is not None
 
-    def start(self, files: Mapping[Path, Any], complete: Callable[[dict[str, int]], None]) -> None:
+    def start(self, files: Mapping[Path, Any], complete: Callable[[dict[str, Written]], None]) -> None:
         """Write `files` (content for `torch.save`, by path), then on rank 0 call `complete`.
 
-        The contents must not change afterwards. complete: gets the sizes in bytes of all ranks' files by name; it may
+        The contents must not change afterwards. complete: gets sizes and checksums of all ranks' files by name; it may
         raise `UserError`, and is not called when a file of any rank could not be written.
         """
         self._saves += 1
@@ -52,27 +53,27 @@ class BackgroundWriter:
             if error is not None:
                 raise error
 
-    def _run(self, files: Mapping[Path, Any], complete: Callable[[dict[str, int]], None]) -> None:
+    def _run(self, files: Mapping[Path, Any], complete: Callable[[dict[str, Written]], None]) -> None:
         try:
             try:
-                sizes = {path.name: _write(path, content) for path, content in files.items()}
+                written = {path.name: _write(path, content) for path, content in files.items()}
             except UserError:
                 self._gather(None)
                 raise
-            everyone = self._gather(sizes)
+            everyone = self._gather(written)
             if self._world.is_first and None not in everyone:
-                complete({name: size for sizes in everyone for name, size in sizes.items()})
+                complete({name: tuple(one) for written in everyone for name, one in written.items()})
         except UserError as error:
             self._error = error
         except Exception as error:  # a lost store, a disk that answers nonsense: the job ends with its words
             self._error = UserError(f"cannot complete the checkpoint: {type(error).__name__}: {error}")
 
-    def _gather(self, sizes: dict[str, int] | None) -> list[dict[str, int] | None]:
-        """On rank 0 every rank's sizes, None for a rank that failed; elsewhere []."""
+    def _gather(self, written: dict[str, Written] | None) -> list[dict[str, Written] | None]:
+        """On rank 0 what every rank has written, None for a rank that failed; elsewhere []."""
         if self._store is None:
-            return [sizes]
+            return [written]
         prefix = f"written/{self._saves}"
-        self._store.set(f"{prefix}/{self._world.rank}", json.dumps(sizes))
+        self._store.set(f"{prefix}/{self._world.rank}", json.dumps(written))
         if not self._world.is_first:
             return []
         keys = [f"{prefix}/{rank}" for rank in range(self._world.world_size)]
@@ -83,13 +84,10 @@ class BackgroundWriter:
         return everyone
 
 
-def _write(path: Path, content: Any) -> int:
-    """Write one file, onto the disk; its size in bytes."""
+def _write(path: Path, content: Any) -> Written:
+    """Write one file, onto the disk."""
     try:
-        torch.save(content, path)
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
-        return path.stat().st_size
+        return checksum.save(content, path)
     except (OSError, RuntimeError) as error:  # torch's name for a full disk
         raise UserError(f"cannot write the checkpoint {path.parent}: {reason(error, path.parent)}") from error
 

@@ -1,22 +1,19 @@
-"""Checkpoints: complete or invisible, checked before they are used, thinned out as the run goes on.
+"""Checkpoints: complete or invisible, thinned out as the run goes on.
 
     checkpoints/latest                    name of the newest one
     checkpoints/step_00001000/            DeepSpeed's files, and
-        state.json                        what the run was and where it stood; names and sizes of all other files
+        state.json                        what the run was, where it stood; names, sizes, checksums of all other files
         rank_00000.pt                     each rank's random state
         frozen.pt                         fp32 weights of a locked tower, if there is one
         ema_00000.pt                      each rank's part of the averaged weights, if there are any (see ema.py)
 
 A save is copied to host memory in the step, written by a thread under `step_00001000.tmp`, and renamed when every rank
-has finished, so a folder with its final name is whole unless somebody damaged it later; `verify` tells by the sizes and
-the checksum in state.json.
+has finished, so a folder with its final name is whole unless it was damaged later, which resume.py finds by state.json.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import re
 import shutil
 import time
 from dataclasses import asdict, dataclass
@@ -28,20 +25,17 @@ from torch import Tensor
 
 from ..errors import UserError
 from ..model import averaged
-from .background import BackgroundWriter, reason
+from ..model.checksum import CHECKSUMS, STATE
+from .background import BackgroundWriter, Written, reason
 from .distributed import World
 from .ema import WeightAverage
 from .log import logger
+from .resume import FORMAT, LATEST, NAME, checkpoint_name, complete_checkpoints, state_checksum
 from .run_folder import sync_folder, write_text
 from .snapshot import engine_files
 from .step import RandomState
 
-STATE = "state.json"
 FROZEN = "frozen.pt"
-LATEST = "latest"
-FORMAT = 3
-"""Of a save. The order of parameters in the optimizer's groups is part of it: masters and moments lie without names."""
-_NAME = re.compile(r"step_(\d{8,})$")
 
 
 @dataclass(frozen=True)
@@ -51,96 +45,6 @@ class Position:
     step: int = 0
     epoch: int = 0
     samples: int = 0
-
-
-def checkpoint_name(step: int) -> str:
-    return f"step_{step:08d}"
-
-
-def verify(folder: Path) -> dict[str, Any]:
-    """state.json of a checkpoint of which every file is there in full; `UserError` otherwise."""
-    try:
-        state = json.loads((folder / STATE).read_text(encoding="utf-8"))
-        found = state.pop("format"), state.pop("checksum", None)
-    except OSError as error:
-        raise UserError(f"{folder} is not a complete checkpoint: no {STATE} ({error.strerror}); use another") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise UserError(f"{folder} is not a complete checkpoint: {STATE} is damaged; use another") from None
-    if found[0] != FORMAT:
-        raise UserError(
-            f"{folder} was written by another version (format {found[0]}, expected {FORMAT}); go on with that version, "
-            f"or start a new run from its weights: --pretrained {folder}"
-        )
-    if found[1] != _checksum(state):
-        raise UserError(f"{folder}: {STATE} was changed after it was written; put it back, or use another checkpoint")
-    for name, size in state["files"].items():
-        path = folder / name
-        found = path.stat().st_size if path.is_file() else None
-        if found != size:
-            what = "is missing" if found is None else f"has {found} bytes instead of {size}"
-            raise UserError(f"{folder} is not complete: {name} {what}; use another checkpoint")
-    return state
-
-
-def _checksum(state: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
-
-
-def complete_checkpoints(folder: Path) -> list[Path]:
-    """Folders named like checkpoints in `folder`, newest first; they still have to be verified."""
-    if not folder.is_dir():
-        return []
-    try:
-        found = [(int(match.group(1)), path) for path in folder.iterdir() if (match := _NAME.match(path.name))]
-    except OSError as error:
-        raise UserError(f"cannot read the checkpoints in {folder}: {error.strerror}") from None
-    return [path for _, path in sorted(found, reverse=True)]
-
-
-def find_checkpoint(resume: str, own: Path) -> tuple[Path, dict[str, Any]] | None:
-    """The checkpoint to go on from, with its state; None when `auto` finds none and may start afresh.
-
-    resume: "auto" for the newest complete one in `own` (the run's checkpoints folder), or a path: of a run folder, of
-        its checkpoints folder, or of one checkpoint. Broken ones are passed over with a warning, except one that is
-        named itself.
-    """
-    folder = own if resume == "auto" else Path(resume)
-    if not folder.is_dir():
-        if resume == "auto":
-            return None
-        raise UserError(f"--resume {resume}: no such folder; give a run folder or a checkpoint, or 'auto'")
-    if _NAME.match(folder.name):
-        return folder, verify(folder)
-    if (folder / "checkpoints").is_dir():
-        folder = folder / "checkpoints"
-    candidates = complete_checkpoints(folder)
-    for candidate in candidates:
-        try:
-            state = verify(candidate)
-        except UserError as error:
-            logger.warning("passing over a broken checkpoint: %s", error)
-            continue
-        _compare_latest(folder, candidate)
-        return candidate, state
-    if candidates:
-        raise UserError(
-            f"none of the {len(candidates)} checkpoints in {folder} can be used (the newest: {candidates[0].name}): "
-            "restore one, or start a new run in another folder"
-        )
-    if resume == "auto":
-        return None
-    raise UserError(f"--resume {resume}: there is no checkpoint in it; give a run folder or a checkpoint, or 'auto'")
-
-
-def _compare_latest(folder: Path, chosen: Path) -> None:
-    latest = folder / LATEST
-    try:
-        named = latest.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        named = None
-    if named != chosen.name:
-        says = "is missing" if named is None else f"says '{named}'"
-        logger.warning("%s %s; going on from the newest complete checkpoint, %s", latest, says, chosen.name)
 
 
 class Checkpoints:
@@ -219,9 +123,11 @@ class Checkpoints:
         content = json.loads(json.dumps({"position": asdict(position), **state}))
         copied = time.perf_counter() - started
 
-        def complete(sizes: dict[str, int]) -> None:
+        def complete(written: dict[str, Written]) -> None:
+            sizes = {name: size for name, (size, _) in written.items()}
+            checksums = {name: checksum for name, (_, checksum) in written.items()}
             try:
-                self._publish(temporary, final, content | {"files": sizes})
+                self._publish(temporary, final, content | {"files": sizes, CHECKSUMS: checksums})
             except OSError as error:
                 raise UserError(f"cannot finish the checkpoint {final}: {reason(error, self._folder)}") from error
             seconds = time.perf_counter() - started
@@ -249,7 +155,7 @@ class Checkpoints:
             )
 
     def _publish(self, temporary: Path, final: Path, state: dict[str, Any]) -> None:
-        content = {"format": FORMAT, "checksum": _checksum(state), **state}
+        content = {"format": FORMAT, "checksum": state_checksum(state), **state}
         write_text(temporary / STATE, json.dumps(content, indent=2) + "\n")
         sync_folder(temporary)
         shutil.rmtree(final, ignore_errors=True)
@@ -261,7 +167,7 @@ class Checkpoints:
 
     def _thin_out(self) -> None:
         for path in complete_checkpoints(self._folder)[self._keep_last :]:
-            step = int(_NAME.match(path.name).group(1))
+            step = int(NAME.match(path.name).group(1))
             if self._keep_every is None or step % self._keep_every:
                 doomed = path.with_name(path.name + ".tmp")
                 path.rename(doomed)

@@ -28,12 +28,13 @@ from ..model.config import ModelConfig, load_config
 from ..model.published import check_fit, read_state_dict
 from ..version import __version__
 from .arguments import build_parser, caption_weights
-from .checkpoint import Position, find_checkpoint
+from .checkpoint import Position
 from .config import DTYPES, BatchSizes, fill_scheduler, precision_name, read_config, resolve_config
 from .distributed import World, available_cores
 from .engine import validate_config
 from .log import logger, phase
 from .loop import total_steps
+from .resume import find_checkpoint
 from .run_folder import RunFolder
 from .schedule import lr_lambda, warmup_steps
 
@@ -209,20 +210,13 @@ def make_plan(args: argparse.Namespace, world: World) -> Plan:
 
 
 def _find_resume(args: argparse.Namespace, run: RunFolder, world: World) -> tuple[Path | None, dict[str, Any] | None]:
-    """The checkpoint to go on from, as rank 0 sees it."""
+    """The checkpoint to go on from, and its state; None twice for a new run."""
     if args.resume is None:
         return None, None
-    found = None
-    with world.together():
-        if world.is_first:
-            found = find_checkpoint(args.resume, run.checkpoints)
-            if found is None:
-                logger.info("--resume auto: no checkpoint in %s, starting a new run", run.checkpoints)
-    path, state = world.from_first([str(found[0]), found[1]] if found else [None, None])
-    with world.together():
-        if path is not None and not Path(path).is_dir():
-            raise UserError(f"{path} is not to be seen from here: --output must be on a disk that all machines share")
-    return (Path(path), state) if path else (None, None)
+    found = find_checkpoint(args.resume, run.checkpoints, world)
+    if found is None:
+        logger.info("--resume auto: no checkpoint in %s, starting a new run", run.checkpoints)
+    return found or (None, None)
 
 
 def _check_count(args: argparse.Namespace, data: Dataset) -> None:

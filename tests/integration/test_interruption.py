@@ -7,7 +7,7 @@ import pytest
 from jobs import CONFIGS, Job, WarmJob, pictures, run_warm, wait_until_gone, write_data
 
 from rwkv_clip.data.dataset import write_manifest
-from rwkv_clip.training.checkpoint import complete_checkpoints, verify
+from rwkv_clip.training.resume import complete_checkpoints, verify
 
 
 def arguments(data, model, output, *more):

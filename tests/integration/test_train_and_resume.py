@@ -142,6 +142,34 @@ def test_G1_tensorboard_shows_every_step_once_after_a_resume(resumed):
     assert len(list((resumed[0] / "tensorboard").rglob("events*"))) == 2  # one for each start, in one folder
 
 
+def flip_a_bit(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_C5_saves_with_a_flipped_bit_are_passed_over_and_refused_when_named(straight, folder, data, model):
+    output = folder / "flipped"
+    shutil.copytree(straight[0], output)
+    saves = output / "checkpoints"
+    files = [
+        saves / "step_00000008" / "zero_pp_rank_1_mp_rank_00_optim_states.pt",
+        saves / "step_00000006" / "mp_rank_00_model_states.pt",
+    ]
+    for path in files:
+        flip_a_bit(path)
+    named = run_warm(*arguments(data, model, folder / "named", "--resume", files[0].parent), log=folder / "named.log")
+    assert named.status == 2 and len(named.errors) == 1 and "Traceback" not in named.output, named.output
+    assert f"{files[0]} is damaged" in named.errors[0] and "use an earlier checkpoint" in named.errors[0]
+    result = run_warm(*arguments(data, model, output, "--resume", "auto"), log=folder / "flipped.log")
+    assert result.status == 0 and "(step 3)" in result.output, result.output
+    for path in files:
+        lines = [line for line in result.output.splitlines() if f"{path} is damaged" in line]
+        assert len(lines) == 1 and "passing over a broken checkpoint" in lines[0]
+    expected, found = (read_state_dict(path / "weights.pt") for path in (straight[0], output))
+    assert all(torch.allclose(found[name], value, rtol=0, atol=1e-6) for name, value in expected.items())
+
+
 def test_C3_a_run_goes_on_with_another_number_of_ranks(folder, data, plain_model):
     before, after = folder / "two_ranks", folder / "one_rank"
     first = run(*arguments(data, plain_model, before), log=folder / "two_ranks.log", launcher="torchrun")

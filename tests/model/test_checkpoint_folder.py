@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,7 @@ from save_checkpoints import ENGINES
 
 from rwkv_clip import create_model
 from rwkv_clip.cli import main
+from rwkv_clip.model.checksum import CHECKSUMS, STATE, checksum
 from rwkv_clip.model.published import read_state_dict
 
 ROOT = Path(__file__).parents[2]
@@ -77,3 +80,25 @@ def test_a_lost_shard_is_named_in_one_line(runs: Path, tmp_path: Path, capsys: p
     assert "step_00000001: incomplete or damaged checkpoint" in message
     assert not (tmp_path / "out.pt").exists()
     (tmp_path / "lost.pt").rename(shard)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "flags"), [("mp_*", []), ("*pp_rank_1*", []), ("frozen*", []), ("ema*1*", ["--ema"])]
+)
+def test_a_file_with_a_flipped_bit_is_not_exported(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture, pattern: str, flags: list[str]
+) -> None:
+    shutil.copytree(runs / "locked", tmp_path / "run")
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_00000001"
+    checksums = {path.name: checksum(path) for path in checkpoint.glob("*.pt")}
+    (checkpoint / STATE).write_text(json.dumps({CHECKSUMS: checksums}))
+    export = ["export", str(tmp_path / "run"), str(tmp_path / "out.pt"), *flags]
+    assert main(export) == 0
+    (tmp_path / "out.pt").unlink()
+    (damaged,) = checkpoint.glob(pattern)
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    assert main(export) == 2
+    assert capsys.readouterr().err.strip().splitlines()[-1].startswith(f"error: {damaged} is damaged")
+    assert not (tmp_path / "out.pt").exists()

@@ -5,17 +5,11 @@ import pytest
 import torch
 
 from rwkv_clip.errors import UserError
-from rwkv_clip.training.checkpoint import (
-    STATE,
-    Checkpoints,
-    Position,
-    checkpoint_name,
-    complete_checkpoints,
-    find_checkpoint,
-    verify,
-)
+from rwkv_clip.model.checksum import STATE
+from rwkv_clip.training.checkpoint import Checkpoints, Position
 from rwkv_clip.training.distributed import World
 from rwkv_clip.training.launcher import Place
+from rwkv_clip.training.resume import checkpoint_name, complete_checkpoints, find_checkpoint, verify
 
 
 class FakeEngine:
@@ -73,7 +67,7 @@ def test_C8_a_save_that_fails_leaves_the_old_one_and_is_not_selected(world, fold
     save(world, folder, 3)
     with pytest.raises(UserError, match="cannot write the checkpoint .*No space left"):
         save(world, folder, 6, engine=FakeEngine(OSError(28, "No space left on device")))
-    path, _ = find_checkpoint("auto", folder)
+    path, _ = find_checkpoint("auto", folder, world)
     assert path.name == "step_00000003"
     Checkpoints(world, folder, 3, None).prepare(path)
     assert names(folder) == ["latest", "step_00000003"]
@@ -133,10 +127,10 @@ DAMAGES += [damage_edited_state, damage_other_state, damage_binary_state, damage
 def test_C5_a_broken_newest_save_is_passed_over(world, folder, damage):
     save(world, folder, 3, 6)
     damage(folder / checkpoint_name(6))
-    path, state = find_checkpoint("auto", folder)
+    path, state = find_checkpoint("auto", folder, world)
     assert path.name == "step_00000003" and state["position"]["step"] == 3
     with pytest.raises(UserError, match="step_00000006") as caught:
-        find_checkpoint(str(folder / checkpoint_name(6)), folder)
+        find_checkpoint(str(folder / checkpoint_name(6)), folder, world)
     assert "\n" not in str(caught.value)
 
 
@@ -145,29 +139,29 @@ def test_the_newest_complete_save_is_used_with_a_warning_whatever_latest_says(wo
     save(world, folder, 3, 6)
     (folder / "latest").unlink() if latest is None else (folder / "latest").write_bytes(latest)
     caplog.set_level("WARNING", "rwkv_clip")
-    assert find_checkpoint("auto", folder)[0].name == "step_00000006"
+    assert find_checkpoint("auto", folder, world)[0].name == "step_00000006"
     assert "going on from the newest complete checkpoint, step_00000006" in caplog.text
 
 
-def test_C7_only_auto_may_start_afresh(folder, tmp_path):
-    assert find_checkpoint("auto", folder) is None
-    assert find_checkpoint("auto", tmp_path / "no_such") is None
+def test_C7_only_auto_may_start_afresh(world, folder, tmp_path):
+    assert find_checkpoint("auto", folder, world) is None
+    assert find_checkpoint("auto", tmp_path / "no_such", world) is None
     for path in (tmp_path / "no_such", folder, tmp_path):
         with pytest.raises(UserError, match="--resume"):
-            find_checkpoint(str(path), folder)
+            find_checkpoint(str(path), folder, world)
 
 
 def test_saves_that_are_all_broken_never_start_afresh(world, folder):
     save(world, folder, 3)
     damage_missing(folder / checkpoint_name(3))
     with pytest.raises(UserError, match="none of the 1 checkpoints"):
-        find_checkpoint("auto", folder)
+        find_checkpoint("auto", folder, world)
 
 
 def test_a_run_folder_its_checkpoints_and_one_checkpoint_are_all_taken(world, folder, tmp_path):
     save(world, folder, 3, 6)
     for path, step in ((tmp_path, 6), (folder, 6), (folder / checkpoint_name(3), 3)):
-        assert find_checkpoint(str(path), tmp_path / "other")[1]["position"]["step"] == step
+        assert find_checkpoint(str(path), tmp_path / "other", world)[1]["position"]["step"] == step
 
 
 def test_going_back_sets_newer_saves_aside(world, folder):

@@ -15,9 +15,10 @@ from test_distributed import on_ranks
 
 from rwkv_clip.errors import UserError
 from rwkv_clip.training import background
-from rwkv_clip.training.checkpoint import Checkpoints, Position, complete_checkpoints
+from rwkv_clip.training.checkpoint import Checkpoints, Position
 from rwkv_clip.training.distributed import CommonError, World
 from rwkv_clip.training.launcher import Place
+from rwkv_clip.training.resume import complete_checkpoints
 from rwkv_clip.training.snapshot import on_host
 
 MODEL = "mp_rank_00_model_states.pt"

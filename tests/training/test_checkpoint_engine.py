@@ -12,14 +12,16 @@ import numpy as np
 import pytest
 import torch
 from ranks import free_port, run_ranks, start_rank
+from test_distributed import on_ranks
 from tiny import make_engine, make_model, make_pairs, micro_batches
 
 from rwkv_clip.errors import UserError
-from rwkv_clip.training.checkpoint import Checkpoints, Position, find_checkpoint
-from rwkv_clip.training.distributed import World, meet
+from rwkv_clip.training.checkpoint import Checkpoints, Position
+from rwkv_clip.training.distributed import CommonError, World, meet
 from rwkv_clip.training.launcher import Place
 from rwkv_clip.training.loss import ClipLoss
 from rwkv_clip.training.masters import master_parts, set_masters, sync_precise
+from rwkv_clip.training.resume import find_checkpoint
 from rwkv_clip.training.step import train_step
 from rwkv_clip.training.weights import whole_weight
 
@@ -31,6 +33,10 @@ def make_world(port: int) -> World:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     place = Place("variables", rank, size, rank, size, "127.0.0.1", port)
     return meet(place, torch.device("cpu"), 60, "checkpoints")
+
+
+def alone() -> World:
+    return World(Place("alone", 0, 1, 0, 1, "127.0.0.1", 0), torch.device("cpu"), None, ["here"])
 
 
 def start(stage: int, precision: str, world_size: int, accumulation: int):
@@ -88,7 +94,7 @@ def load_all(folder: str, port: int, accumulation: int) -> list:
     world, results = make_world(port), []
     for stage, precision in VARIANTS:
         engine = start(stage, precision, world.world_size, accumulation)
-        path, state = find_checkpoint("auto", Path(folder) / f"{stage}_{precision}")
+        path, state = find_checkpoint("auto", Path(folder) / f"{stage}_{precision}", world)
         Checkpoints(world, path.parent, 3, None).load(engine, path, state)
         sync_precise(engine)
         loaded = whole_state(engine)
@@ -125,11 +131,11 @@ def test_C3_masters_moments_and_losses_go_on_at_another_number_of_ranks(saved, b
 
 def load_damaged(folder: str, names: list[str]) -> list[str]:
     """What loading says when each of these files in turn holds other bytes of the same number."""
-    world = World(Place("alone", 0, 1, 0, 1, "127.0.0.1", 0), torch.device("cpu"), None, ["here"])
+    world = alone()
     words = []
     for name in names:
         engine = start(1, "fp32", 1, 2)
-        path, state = find_checkpoint("auto", Path(folder) / "1_fp32")
+        path, state = find_checkpoint("auto", Path(folder) / "1_fp32", world)
         whole = (path / name).read_bytes()
         (path / name).write_bytes(bytes(len(whole)))
         try:
@@ -150,13 +156,29 @@ def test_a_file_with_other_bytes_is_refused_in_a_line_that_names_the_checkpoint(
         assert "cannot load the checkpoint" in words and "step_00000003" in words and "\n" not in words, (name, words)
 
 
+@pytest.mark.parametrize("variant", ["1_bf16", "2_fp32"])
+def test_one_flipped_bit_in_any_file_of_two_ranks_is_found_before_anything_is_loaded(saved, variant):
+    path = saved[2][0] / variant / "step_00000003"
+    names = sorted(json.loads((path / "state.json").read_text())["files"])
+    assert len(names) == 5  # the model, and of each rank its part of the optimizer's state and its random state
+    for name in names:
+        whole = (path / name).read_bytes()
+        middle = len(whole) // 2
+        (path / name).write_bytes(whole[:middle] + bytes([whole[middle] ^ 16]) + whole[middle + 1 :])
+        errors = on_ranks(lambda world: find_checkpoint(str(path), path.parent, world))
+        (path / name).write_bytes(whole)
+        for error in errors.values():
+            assert isinstance(error, CommonError) and f"{name} is damaged" in str(error), (name, errors)
+    assert on_ranks(lambda world: find_checkpoint(str(path), path.parent, world)[0]) == {0: path, 1: path}
+
+
 def save_loop(folder: str, last: int) -> dict[str, np.ndarray]:
     """Goes on from the newest save and saves each step until the last; the state at the end."""
-    world = World(Place("alone", 0, 1, 0, 1, "127.0.0.1", 0), torch.device("cpu"), None, ["here"])
+    world = alone()
     path = Path(folder)
     engine = start(1, "fp32", 1, 1)
     checkpoints = Checkpoints(world, path, 2, 5)
-    found, done = find_checkpoint("auto", path), 0
+    found, done = find_checkpoint("auto", path, world), 0
     checkpoints.prepare(found[0] if found else None)
     if found:
         checkpoints.load(engine, *found)
@@ -183,7 +205,7 @@ def test_C5_a_save_loop_killed_at_ten_random_moments_always_goes_on_from_a_compl
         process.join()
         assert newest(killed) > reached
         reached = newest(killed)
-        path, state = find_checkpoint("auto", killed)
+        path, state = find_checkpoint("auto", killed, alone())
         assert path.name == f"step_{reached:08d}" and state["position"]["step"] == reached
     last = reached + 1
     expected, found = (run_ranks(1, save_loop, str(folder), last)[0] for folder in (straight, killed))
