@@ -22,6 +22,7 @@ from .config import checkpoints_activations, precision_name
 from .distributed import World
 from .ema import WeightAverage
 from .engine import build_engine, frozen_weights, lock_towers, restore_frozen
+from .left_out import LeftOutSteps
 from .log import log_to_file, logger, phase
 from .loop import Loop, Parts
 from .loss import ClipLoss
@@ -176,6 +177,7 @@ def _assemble(plan: Plan, world: World, stop: StopRequest, engine: Any, checkpoi
         metrics=metrics,
         interval=Interval(world.device, plan.sizes.all_ranks, world.world_size, plan.data.caption_names),
         spikes=LossSpikes(state and state.get("loss_spikes")),
+        left_out=LeftOutSteps(state and state.get("left_out")),
         profiler=StepProfiler(args.profile, plan.run.tensorboard if world.is_first else None, world.device),
         stop=stop,
     )

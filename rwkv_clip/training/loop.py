@@ -22,6 +22,7 @@ from ..evaluation.table import score_summary
 from .checkpoint import Checkpoints, Position
 from .distributed import CommonError, World
 from .ema import WeightAverage
+from .left_out import LeftOutSteps
 from .log import duration, logger
 from .metrics import ClosedInterval, Interval, MetricWriter
 from .optimizer import learning_rates
@@ -59,6 +60,7 @@ class Parts:
     """On rank 0."""
     interval: Interval
     spikes: LossSpikes
+    left_out: LeftOutSteps
     profiler: StepProfiler
     stop: StopRequest
 
@@ -105,7 +107,6 @@ class Loop:
         self.total_steps = total_steps(position, args.epochs, self._steps_per_epoch, self._global_batch)
         self._evaluation_due = evaluation_due
         self._agreement = Agreement(parts.world.device)
-        self._skipped: list[int] = []
         self._unwritten: ClosedInterval | None = None
         self._unsettled: tuple[int, StepResult, list[int]] | None = None
         """Epoch, result and first records of the last step, until it is known whether it was applied."""
@@ -179,26 +180,24 @@ class Loop:
             if not result.outcome.is_pending and self._parts.engine.lr_scheduler is not None:
                 # The schedule goes on all the same. Of a step whose outcome is pending DeepSpeed has seen to it.
                 self._parts.engine.lr_scheduler.step()
-            self._skip(epoch, first_ids)
+            self._leave_out(epoch, first_ids)
 
     def _step_was_applied(self) -> bool:
         """False for a step that was left out. A save then would only push out one from before the trouble."""
         self._settle()
-        return not self._skipped or self._skipped[-1] != self.position.step
+        return self.position.step not in self._parts.left_out
 
-    def _skip(self, epoch: int, first_ids: list[int]) -> None:
+    def _leave_out(self, epoch: int, first_ids: list[int]) -> None:
         """Count a step that was left out."""
-        step = self.position.step
-        self._skipped.append(step)
-        in_row = 1
-        while in_row < len(self._skipped) and self._skipped[-1 - in_row] == step - in_row:
-            in_row += 1
-        if in_row >= self._args.max_skipped:
+        left_out = self._parts.left_out
+        left_out.add(self.position.step, epoch + 1, first_ids)
+        if left_out.in_row >= self._args.max_skipped:
             self._log()
-            records = ", ".join(self._parts.loader.dataset.describe(i) for i in first_ids)
+            records = ", ".join(self._parts.loader.dataset.describe(i) for i in left_out.first_records)
             raise CommonError(
-                f"{in_row} steps in a row had NaN or Inf gradients, the last one step {step} of epoch {epoch} (first "
-                f"records: {records}); {self._last_good()}. Lower --lr or look at these records"
+                f"{left_out.in_row} steps in a row had NaN or Inf gradients, from step {left_out.first_step} of epoch "
+                f"{left_out.epoch} on (its first records: {records}); {self._last_good()}. Lower --lr or look at these "
+                "records"
             )
 
     def _last_good(self) -> str:
@@ -257,7 +256,7 @@ class Loop:
         parts, closed, self._unwritten = self._parts, self._unwritten, None
         rows, summary = closed.read()
         for step, values in rows:
-            if not math.isfinite(values["loss"]) and step not in self._skipped:
+            if not math.isfinite(values["loss"]) and step not in parts.left_out:
                 raise CommonError(
                     f"the loss of step {step} is {values['loss']} and the weights are lost; {self._last_good()}. Lower "
                     "--lr, or use bf16, where DeepSpeed leaves such steps out"
@@ -285,7 +284,11 @@ class Loop:
         self._settle()
         self._log()
         started = time.perf_counter()
-        state = parts.describe() | {"evaluation_due": self._evaluation_due, "loss_spikes": parts.spikes.state()}
+        state = parts.describe() | {
+            "evaluation_due": self._evaluation_due,
+            "loss_spikes": parts.spikes.state(),
+            "left_out": parts.left_out.state(),
+        }
         parts.checkpoints.save(parts.engine, self.position, state, parts.frozen, parts.average)
         parts.interval.pause(time.perf_counter() - started)
         self._last_save = time.monotonic()

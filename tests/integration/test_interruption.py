@@ -81,6 +81,19 @@ def test_steps_with_nan_gradients_are_skipped_and_end_the_run_when_they_do_not_s
     assert "2 skipped" in result.output and "Traceback" not in result.output
     assert len(result.errors) == 1 and "3 steps in a row had NaN or Inf gradients" in result.errors[0]
     assert ".rec key" in result.errors[0] and "the last good save is of step 1" in result.errors[0]
+    assert "from step 2 of epoch 1 on" in result.errors[0] and "epoch 1/1000 step 3/" in result.output
+
+
+def test_a_row_of_steps_that_were_left_out_goes_on_in_a_resume(folder, data, model):
+    output = folder / "nan_to_the_end"
+    job = [*arguments(data, model, output, "--lr", 2e9), "--epochs"]
+    result = run_warm(*job, 1, log=folder / "nan_1.log", world_size=1)
+    assert result.status == 0 and "Traceback" not in result.output, result.output
+    more = [2, "--resume", "auto", "--max-skipped", 9]
+    result = run_warm(*job, *more, log=folder / "nan_2.log", world_size=1)
+    assert result.status == 2 and len(result.errors) == 1, result.output
+    assert "9 steps in a row" in result.errors[0] and "from step 2 of epoch 1 on" in result.errors[0]
+    assert "the last good save is of step 8" in result.errors[0]
 
 
 def test_N5_a_rank_that_fails_ends_all_and_its_message_is_shown(folder, fixtures, model):

@@ -10,6 +10,7 @@ import torch
 from rwkv_clip.training import loop
 from rwkv_clip.training.checkpoint import Position
 from rwkv_clip.training.distributed import CommonError
+from rwkv_clip.training.left_out import LeftOutSteps
 from rwkv_clip.training.spikes import LossSpikes
 
 SUMMARY = {
@@ -44,6 +45,7 @@ def loop_of(losses: list[float], written: dict, is_first: bool = True) -> loop.L
         checkpoints=SimpleNamespace(saved_step=None, finish=lambda: None),
         interval=Interval(losses),
         spikes=LossSpikes(),
+        left_out=LeftOutSteps(),
         metrics=SimpleNamespace(write=lambda step, values: written.update({step: values}), flush=lambda: None),
     )
     args = SimpleNamespace(epochs=1)
@@ -144,30 +146,62 @@ def job_with_schedule() -> tuple[loop.Loop, list[str]]:
 
 def test_a_step_that_the_device_left_out_is_counted_while_the_next_one_runs() -> None:
     job, asked = job_with_schedule()
+    left_out = job._parts.left_out
     job._unsettled = (0, outcome(applied=False), [7])
     job._meanwhile()
-    assert job._skipped == [1] and not asked  # DeepSpeed took it as applied, and asked the schedule
+    assert left_out.in_row == 1 and 1 in left_out and not asked  # DeepSpeed took it as applied, and asked the schedule
     job._meanwhile()
-    assert job._skipped == [1]
+    assert left_out.in_row == 1
+    job.position = Position(step=2, samples=16)
     job._unsettled = (0, outcome(applied=True), [7])
     job._meanwhile()
-    assert job._skipped == [1]
+    assert left_out.in_row == 1 and 2 not in left_out
 
 
 def test_the_schedule_goes_on_after_a_step_that_deepspeed_left_out() -> None:
     job, asked = job_with_schedule()
     job._unsettled = (0, outcome(applied=False, is_pending=False), [7])
     job._settle()
-    assert job._skipped == [1] and asked == ["step"]
+    assert 1 in job._parts.left_out and asked == ["step"]
 
 
 def test_a_save_and_an_evaluation_ask_first_whether_the_last_step_was_left_out() -> None:
     for due in (lambda job: job._save(), lambda job: job._evaluate()):
         job, _ = job_with_schedule()
-        job._parts.checkpoints.saved_step = None
-        job._skipped = [0]
-        job._unsettled = (0, outcome(applied=False), [7])
+        job.position = Position(step=101, epoch=1, samples=8)
+        job._parts.left_out.add(100, epoch=1, first_records=[5, 6])
+        job._unsettled = (1, outcome(applied=False), [7])
+        # Where the row began, with the epoch as the log counts it: step 100 was the last of epoch 1.
         with pytest.raises(
-            CommonError, match=r"2 steps in a row .* the last one step 1 of epoch 0 \(first records: record 7\)"
+            CommonError,
+            match=r"2 steps in a row .* from step 100 of epoch 1 on \(its first records: record 5, record 6\)",
         ):
             due(job)
+
+
+def test_the_epoch_of_the_error_is_that_of_the_log_s_line(monkeypatch) -> None:
+    _, _, _, lines = logged([2.0], monkeypatch)
+    job, _ = job_with_schedule()
+    job._args.max_skipped = 1
+    job._unsettled = (0, outcome(applied=False), [7])
+    with pytest.raises(CommonError, match="from step 1 of epoch 1 on"):
+        job._settle()
+    assert lines[0].startswith("epoch 1/1 step 1/")
+
+
+def test_a_save_keeps_the_row_of_steps_that_it_was_made_in() -> None:
+    job, _ = job_with_schedule()
+    saved = []
+    job._parts.checkpoints.save = lambda engine, position, state, *_: saved.append(state)
+    job._parts.describe, job._parts.frozen, job._parts.average = dict, {}, None
+    job._parts.interval.pause = lambda seconds: None
+    job._unsettled = (0, outcome(applied=False), [7])
+    job._save()
+    resumed, _ = job_with_schedule()
+    resumed._parts.left_out = LeftOutSteps(saved[0]["left_out"])
+    resumed.position = Position(step=2, samples=16)
+    resumed._unsettled = (0, outcome(applied=False), [8])
+    with pytest.raises(
+        CommonError, match=r"2 steps in a row .* from step 1 of epoch 1 on \(its first records: record 7\)"
+    ):
+        resumed._settle()

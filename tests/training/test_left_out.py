@@ -1,0 +1,32 @@
+"""Rows of steps that were left out: their length, their beginning, and a resume within one."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rwkv_clip.training.left_out import LeftOutSteps
+
+
+def test_a_row_is_counted_from_its_first_step_and_ends_with_a_step_that_was_applied() -> None:
+    left_out = LeftOutSteps()
+    assert left_out.in_row == 0 and 0 not in left_out and 1 not in left_out
+    for step in (4, 5, 6):
+        left_out.add(step, epoch=2, first_records=[step])
+    assert (left_out.in_row, left_out.first_step, left_out.epoch, left_out.first_records) == (3, 4, 2, [4])
+    left_out.add(8, epoch=3, first_records=[8])
+    assert (left_out.in_row, left_out.first_step, left_out.epoch, left_out.first_records) == (1, 8, 3, [8])
+    assert [step for step in range(10) if step in left_out] == [4, 5, 6, 8]
+
+
+@pytest.mark.parametrize(("next_step", "row", "first"), [(7, 3, 5), (8, 1, 8)])
+def test_a_row_goes_on_after_a_resume_unless_a_step_was_applied_in_between(next_step, row, first) -> None:
+    before = LeftOutSteps()
+    before.add(5, epoch=1, first_records=[50, 51])
+    before.add(6, epoch=2, first_records=[60])
+    after = LeftOutSteps(json.loads(json.dumps(before.state())))
+    assert 6 in after and after.in_row == 2
+    after.add(next_step, epoch=2, first_records=[70])
+    assert (after.in_row, after.first_step) == (row, first)
+    assert after.first_records == ([50, 51] if row == 3 else [70])
