@@ -49,3 +49,13 @@ class LeftOutSteps:
             self.in_row, self.epoch, self.first_records = 1, epoch, first_records
         self._last_step = step
         self._steps.add(step)
+
+
+def share_left_out(count: int, steps: int) -> str | None:
+    """What is said at the end of a run of which `count` steps were left out; None if none was."""
+    if not count:
+        return None
+    return (
+        f"{count:,} of the run's {steps:,} steps ({100 * count / steps:.3g} %) were left out, as a gradient was NaN or "
+        "Inf: the weights have learned nothing from their records; lower --lr if they are many"
+    )

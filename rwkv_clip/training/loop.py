@@ -22,7 +22,7 @@ from ..evaluation.table import score_summary
 from .checkpoint import Checkpoints, Position
 from .distributed import CommonError, World
 from .ema import WeightAverage
-from .left_out import LeftOutSteps
+from .left_out import LeftOutSteps, share_left_out
 from .log import duration, logger
 from .metrics import ClosedInterval, Interval, MetricWriter
 from .optimizer import learning_rates
@@ -130,6 +130,9 @@ class Loop:
                     return False
         self._save()
         self._parts.checkpoints.finish()
+        lost = share_left_out(self._parts.engine.skipped_steps, self.position.step)
+        if lost is not None and self._parts.world.is_first:
+            logger.warning("%s", lost)
         return True
 
     @property

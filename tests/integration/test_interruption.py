@@ -84,11 +84,13 @@ def test_steps_with_nan_gradients_are_skipped_and_end_the_run_when_they_do_not_s
     assert "from step 2 of epoch 1 on" in result.errors[0] and "epoch 1/1000 step 3/" in result.output
 
 
-def test_a_row_of_steps_that_were_left_out_goes_on_in_a_resume(folder, data, model):
+def test_a_complete_run_tells_how_many_steps_were_left_out_and_their_row_goes_on_in_a_resume(folder, data, model):
     output = folder / "nan_to_the_end"
     job = [*arguments(data, model, output, "--lr", 2e9), "--epochs"]
     result = run_warm(*job, 1, log=folder / "nan_1.log", world_size=1)
     assert result.status == 0 and "Traceback" not in result.output, result.output
+    lines = [line for line in result.output.splitlines() if "of the run's 8 steps" in line]
+    assert len(lines) == 1 and " 7 of the run's 8 steps (87.5 %) were left out" in lines[0], result.output
     more = [2, "--resume", "auto", "--max-skipped", 9]
     result = run_warm(*job, *more, log=folder / "nan_2.log", world_size=1)
     assert result.status == 2 and len(result.errors) == 1, result.output

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from rwkv_clip.training.left_out import LeftOutSteps
+from rwkv_clip.training.left_out import LeftOutSteps, share_left_out
 
 
 def test_a_row_is_counted_from_its_first_step_and_ends_with_a_step_that_was_applied() -> None:
@@ -30,3 +30,9 @@ def test_a_row_goes_on_after_a_resume_unless_a_step_was_applied_in_between(next_
     after.add(next_step, epoch=2, first_records=[70])
     assert (after.in_row, after.first_step) == (row, first)
     assert after.first_records == ([50, 51] if row == 3 else [70])
+
+
+def test_the_share_of_left_out_steps_is_told_if_there_were_any() -> None:
+    assert share_left_out(0, 100) is None
+    assert share_left_out(7, 8).startswith("7 of the run's 8 steps (87.5 %) were left out")
+    assert "(0.05 %)" in share_left_out(1, 2000) and "(100 %)" in share_left_out(8, 8)
