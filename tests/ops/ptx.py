@@ -180,9 +180,9 @@ class Kernel:
         if name == "selp." + parts[-1]:
             yes, no = (self.read(operand, kind) for operand in operands[:2])
             return f"{self.read(operands[2], 'bool')} ? {yes} : {no}"
-        if name == "bfi.b32":
+        if name in ("bfi.b32", "prmt.b32"):
             values = ", ".join(self.read(operand, "uint32_t") for operand in operands)
-            return f"insert_bits({values})"
+            return f"{'insert_bits' if parts[0] == 'bfi' else 'permute_bytes'}({values})"
         values = [self.read(operand, kind) for operand in operands]
         if parts[0] in ("mov", "cvta"):
             return values[0]

@@ -5,8 +5,7 @@
 // tokens after i in the later half: sums of one sign of direction, without the cancellation of a difference of totals.
 #pragma once
 
-#include "wkv6_cuda_lone.cuh"
-#include "wkv6_cuda_states.cuh"
+#include "wkv6_cuda_forward.cuh"
 
 namespace wkv6 {
 
@@ -26,7 +25,8 @@ struct BackwardLayout {
     // [block][4], after the last use of v, which is in the loop where there are states.
     static constexpr int kOwn = kChunked ? kSums + (kLevels + 3) * kBlocks * 64 : kV;
     static constexpr int kOwnBytes = 4 * kBlocks * kTile;
-    int v, gy, u, totals, between, gu_sums, lone, states, bytes;
+    static constexpr bool kKeepsRates = ForwardLayout<kSplit, kBlocks, kChunked>::kKeepsRates;
+    int v, gy, u, totals, between, gu_sums, rates, lone, states, bytes;
 
     __host__ __device__ explicit BackwardLayout(int groups) {
         const int v_bytes = kBlocks * groups * kTile;
@@ -36,7 +36,8 @@ struct BackwardLayout {
         totals = u + groups * 64;                                           // [block][channel], float
         between = totals + kBlocks * groups * 64;                           // see Between
         gu_sums = between + Between<kBlocks, kChunked>::kRows * kBlocks * groups * 64;  // [block][channel], float
-        lone = gu_sums + kBlocks * groups * 64;  // see Lone
+        rates = gu_sums + kBlocks * groups * 64;                            // [group][block]
+        lone = rates + (kKeepsRates ? kBlocks * groups * kRatesBytes : 0);  // see Lone
         // [side][kind][value group]; after the loop [parity][side][value group].
         states = lone + Lone<kBlocks, true>::bytes(groups);
         bytes = states + (kChunked ? 4 * groups * kTile : 0);
@@ -96,10 +97,7 @@ __device__ __forceinline__ void write_channel_sums(float* row, const Operand<kSp
     float sums[4] = {};
     if constexpr (kSplit) multiply_matrices<16>(sums, tile.low, kOnes, kOnes, sums, lane);
     multiply_matrices<16>(sums, tile.high, kOnes, kOnes, sums, lane);
-    if (lane.q == 0) {
-        row[permuted(lane.g)] = sums[0];
-        row[permuted(lane.g) + 2] = sums[2];
-    }
+    if (lane.q == 0) set_channels(row, sums[0], sums[2], lane);
 }
 
 // The weights q of the pairs that meet at a level: scaled_r * sums_r + scaled_k * sums_k.
@@ -170,6 +168,9 @@ __global__ void __launch_bounds__(32 * kBlocks, backward_occupancy(Element::kSpl
             copy_states_of<kSplit, kBlocks, 2>(kQueriesAndGradients, states, job, work, 0);
         }
     };
+    const auto rates_tile = [&](int group) {
+        return shared + layout.rates + (group * kBlocks + work.block) * kRatesBytes;
+    };
     Sides<kSplit> sides;  // of k
     const Lone<kBlocks, true> lone(shared + layout.lone, job, work);
 
@@ -177,10 +178,12 @@ __global__ void __launch_bounds__(32 * kBlocks, backward_occupancy(Element::kSpl
     if constexpr (kChunked) copy_next_states(0);
     const Head<Element> both[2] = {v, gy};
     const auto last_token = lone.load(r, k, v, gy);
-    load_block(totals, w, both, job, work, lane, [&](int group, const Rows<Element>(&rows)[2]) {
-        store(v_tile(work.block, group), rows[0].operand(), lane);
-        store(gy_tile(work.block, group), rows[1].operand(), lane);
-    });
+    load_block(totals, w, both, job, work, lane,
+               [&](int group, const Rows<Element>(&rows)[2], const float(&rates)[8]) {
+                   store(v_tile(work.block, group), rows[0].operand(), lane);
+                   store(gy_tile(work.block, group), rows[1].operand(), lane);
+                   if constexpr (Layout::kKeepsRates) store_rates(rates_tile(group), rates, lane);
+               });
     for (int i = threadIdx.x; i < kTileBytes / 4; i += blockDim.x) {
         store_shared(table(0) + 16 * i, reinterpret_cast<const uint4*>(kAllTables.words)[i]);
     }
@@ -261,7 +264,7 @@ __global__ void __launch_bounds__(32 * kBlocks, backward_occupancy(Element::kSpl
             const float diagonal[2] = {lane.g & 1 ? sums[1] : sums[0], lane.g & 1 ? sums[7] : sums[6]};
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const int c = permuted(8 * half + lane.g);
+                const int c = 2 * lane.g + half;
                 sums_row(0, work.block)[c] = diagonal[half] * totals[work.block * work.channels + 16 * group + c];
             }
         }
@@ -276,7 +279,7 @@ __global__ void __launch_bounds__(32 * kBlocks, backward_occupancy(Element::kSpl
     float next_w[8];
     next_r.load(r, work.place(job, 0), lane);
     next_k.load(k, work.place(job, 0), lane);
-    load_w(next_w, w, work.place(job, 0), lane);
+    if constexpr (!Layout::kKeepsRates) load_w(next_w, w, work.place(job, 0), lane);
 
 #pragma unroll 1
     for (int group = 0; group < work.groups; ++group) {
@@ -291,13 +294,25 @@ __global__ void __launch_bounds__(32 * kBlocks, backward_occupancy(Element::kSpl
         }
         const Place place = work.place(job, group);
         float rates[8];
+        if constexpr (Layout::kKeepsRates) {
+            load_rates(rates, rates_tile(group), lane);
+        } else {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) rates[i] = next_w[i];
-        to_rates(rates);
+            for (int i = 0; i < 8; ++i) rates[i] = next_w[i];
+            to_rates(rates);
+        }
         const BlockDecay<kSplit> decay(rates, lane);
         if (group + 2 == work.groups) prefetch_other_head<Element, W, kBlocks>(job, work, true, lane);
         const Unscaled<kSplit> r_channels = to_channels(next_r, own_tile(2), lane);
         const Unscaled<kSplit> k_channels = to_channels(next_k, own_tile(3), lane);
+        const auto load_next = [&]() {
+            if (group + 1 == work.groups) return;
+            const Place next = work.place(job, group + 1);
+            next_r.load(r, next, lane);
+            next_k.load(k, next, lane);
+            if constexpr (!Layout::kKeepsRates) load_w(next_w, w, next, lane);
+        };
+        if constexpr (Layout::kKeepsRates) load_next();
 
         Scale<kSplit> scale_of[Meet::kLevels > 0 ? Meet::kLevels : 1];
 #pragma unroll
@@ -314,8 +329,8 @@ __global__ void __launch_bounds__(32 * kBlocks, backward_occupancy(Element::kSpl
             float r_values[8], k_values[8];
             get_values(r_values, r_channels);
             get_values(k_values, k_channels);
-            const float* from = u + 16 * group + permuted(lane.g);
-            const float u_values[2] = {from[0], from[2]};
+            const float2 two = of_channels(u + 16 * group, lane);
+            const float u_values[2] = {two.x, two.y};
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
                 const int t = 2 * (i >> 2) + (i & 1), half = i >> 1 & 1;
@@ -382,9 +397,7 @@ __global__ void __launch_bounds__(32 * kBlocks, backward_occupancy(Element::kSpl
             gu_block[half] += from_lane_xor<2>(gu_block[half]);
         }
         if (lane.q == 0) {
-            float* to = gu_sums + work.block * work.channels + 16 * group + permuted(lane.g);
-            to[0] = gu_block[0];
-            to[2] = gu_block[1];
+            set_channels(gu_sums + work.block * work.channels + 16 * group, gu_block[0], gu_block[1], lane);
         }
 
         if constexpr (kChunked) wait_for_copies();
@@ -449,20 +462,16 @@ __global__ void __launch_bounds__(32 * kBlocks, backward_occupancy(Element::kSpl
 
         write_columns(gr, place, own_tile(0), gr_sums, lane);
         write_columns(gk, place, own_tile(1), gk_sums, lane);
-        if (group + 1 < work.groups) {
-            const Place next = work.place(job, group + 1);
-            next_r.load(r, next, lane);
-            next_k.load(k, next, lane);
-            load_w(next_w, w, next, lane);
-        }
+        if constexpr (!Layout::kKeepsRates) load_next();  // later: registers
 
         __syncthreads();
         if constexpr (kChunked) copy_next_states(group + 1);
         // The tokens of other blocks in the same half.
         float beyond[2] = {};
         const auto add_row = [&](const float* row) {
-            beyond[0] += row[permuted(lane.g)];
-            beyond[1] += row[permuted(lane.g) + 2];
+            const float2 two = of_channels(row, lane);
+            beyond[0] += two.x;
+            beyond[1] += two.y;
         };
 #pragma unroll
         for (int m = 1; m < Meet::kLevels; ++m) {
@@ -482,22 +491,20 @@ __global__ void __launch_bounds__(32 * kBlocks, backward_occupancy(Element::kSpl
                 const int side = other < work.block;  // pairs of an earlier token with what is on the right
                 const float* row = sums_row(Meet::kLevels + 1 + side, other);
                 const bool counts = other != work.block && has_state(job, work, side);
-                beyond[0] += counts ? row[permuted(lane.g)] : 0.f;
-                beyond[1] += counts ? row[permuted(lane.g) + 2] : 0.f;
+                const float2 two = of_channels(row, lane);
+                beyond[0] += counts ? two.x : 0.f;
+                beyond[1] += counts ? two.y : 0.f;
             }
         }
         {
-            const int channel = place.first_channel + permuted(lane.g), token = place.first_token + 4 * lane.q;
-            using Storage = typename W::Storage;
+            const int channel = place.first_channel + 2 * lane.g, token = place.first_token + 4 * lane.q;
             char* to = gw.at(token, channel);
 #pragma unroll
             for (int t = 0; t < 4; ++t) {
                 const int i = 4 * (t >> 1) + (t & 1);
-                const Storage first = W::from_float((around[i] + beyond[0]) * -kLn2 * rates[i]);
-                const Storage second = W::from_float((around[i + 2] + beyond[1]) * -kLn2 * rates[i + 2]);
-                const bool exists = token + t < place.T && channel < place.N;
-                if (exists) *as<Storage>(to) = first;
-                if (exists) *as<Storage>(to + 2 * Head<W>::kSize) = second;
+                const typename W::Two two = W::pack((around[i] + beyond[0]) * -kLn2 * rates[i],
+                                                    (around[i + 2] + beyond[1]) * -kLn2 * rates[i + 2]);
+                if (token + t < place.T && channel < place.N) *as<typename W::Two>(to) = two;
                 to += gw.stride;
             }
         }

@@ -21,18 +21,19 @@ constexpr float kLog2Log2e = 0.5287663729448977f;
 constexpr float kLargestW = 10.f;   // decays are 0 in fp32 from w = 4.7 on, and so are the sums that gw is made of
 constexpr float kNoDecay = -1e30f;  // raw w of a token or channel that does not exist
 
-// w of a channel tile: channels permuted(g) and permuted(8 + g), tokens 4q ... 4q+3.
+// w of a channel tile: channels 2g and 2g + 1, tokens 4q ... 4q+3.
 template <class W>
 __device__ __forceinline__ void load_w(float (&w)[8], const Head<W>& head, const Place& place, const Lane& lane) {
-    const int channel = place.first_channel + permuted(lane.g), token = place.first_token + 4 * lane.q;
+    const int channel = place.first_channel + 2 * lane.g, token = place.first_token + 4 * lane.q;
     char* from = head.at(token, channel);
 #pragma unroll
     for (int t = 0; t < 4; ++t) {
         const int i = 4 * (t >> 1) + (t & 1);
         w[i] = w[i + 2] = kNoDecay;  // N is a multiple of 4: both channels exist, or none
         if (token + t < place.T && channel < place.N) {
-            w[i] = W::to_float(*as<typename W::Storage>(from));
-            w[i + 2] = W::to_float(*as<typename W::Storage>(from + 2 * Head<W>::kSize));
+            const float2 two = W::unpack(*as<typename W::Two>(from));
+            w[i] = two.x;
+            w[i + 2] = two.y;
         }
         from += head.stride;
     }

@@ -15,14 +15,16 @@ struct ForwardLayout {
     static constexpr int kScaledR = kScaledK + 2 * kLevels * kBlocks * kTile;  // [level][block]
     static constexpr int kOwn = kScaledR + kLevels * kBlocks * kTile;          // [block][4]
     static constexpr int kFixed = kOwn + 4 * kBlocks * kTile;
-    int u, totals, between, v, lone, states, bytes;
+    static constexpr bool kKeepsRates = !kSplit && !kChunked;  // instead of reading w twice; the others have no room
+    int u, totals, between, v, rates, lone, states, bytes;
 
     __host__ __device__ explicit ForwardLayout(int groups) {
         u = kFixed;                                                              // [channel], float
         totals = u + groups * 64;                                                // [block][channel], float
         between = totals + kBlocks * groups * 64;                                // see Between
         v = between + Between<kBlocks, kChunked>::kRows * kBlocks * groups * 64;  // [group][block]
-        lone = v + kBlocks * groups * kTile;                                     // see Lone
+        rates = v + kBlocks * groups * kTile;                                    // [group][block]
+        lone = rates + (kKeepsRates ? kBlocks * groups * kRatesBytes : 0);       // see Lone
         states = lone + Lone<kBlocks, false>::bytes(groups);                     // [parity][side][value group]
         bytes = states + (kChunked ? 4 * groups * kTile : 0);
     }
@@ -53,6 +55,9 @@ __global__ void __launch_bounds__(32 * kBlocks, forward_occupancy(Element::kSpli
     const auto own_tile = [&](int i) { return shared + Layout::kOwn + (work.block * 4 + i) * kTile; };
     const auto v_tile = [&](int block, int group) { return shared + layout.v + (group * kBlocks + block) * kTile; };
     const Address states = shared + layout.states;
+    const auto rates_tile = [&](int group) {
+        return shared + layout.rates + (group * kBlocks + work.block) * kRatesBytes;
+    };
     Sides<kSplit> sides;  // of r
     const Lone<kBlocks, false> lone(shared + layout.lone, job, work);
 
@@ -60,9 +65,11 @@ __global__ void __launch_bounds__(32 * kBlocks, forward_occupancy(Element::kSpli
     if constexpr (kChunked) copy_states<kSplit, kBlocks, 1>(states, job, work, 0);
     const Head<Element> values[1] = {v};
     const auto last_token = lone.load(r, k, v, v);
-    load_block(totals, w, values, job, work, lane, [&](int group, const Rows<Element>(&rows)[1]) {
-        store(v_tile(work.block, group), rows[0].operand(), lane);
-    });
+    load_block(totals, w, values, job, work, lane,
+               [&](int group, const Rows<Element>(&rows)[1], const float(&rates)[8]) {
+                   store(v_tile(work.block, group), rows[0].operand(), lane);
+                   if constexpr (Layout::kKeepsRates) store_rates(rates_tile(group), rates, lane);
+               });
     load_u(u, job, work);
     lone.write(last_token);
     __syncthreads();
@@ -74,10 +81,10 @@ __global__ void __launch_bounds__(32 * kBlocks, forward_occupancy(Element::kSpli
     LonePairs lone_pairs;  // A[own, lone], A[lone, own]
 
     Rows<Element> next_r, next_k;
-    float next_w[8];
+    float rates[8];
     next_r.load(r, work.place(job, 0), lane);
     next_k.load(k, work.place(job, 0), lane);
-    load_w(next_w, w, work.place(job, 0), lane);
+    if constexpr (!Layout::kKeepsRates) load_w(rates, w, work.place(job, 0), lane);
 
 #pragma unroll 1
     for (int group = 0; group < work.groups; ++group) {
@@ -85,8 +92,12 @@ __global__ void __launch_bounds__(32 * kBlocks, forward_occupancy(Element::kSpli
             __syncthreads();
             continue;
         }
-        to_rates(next_w);
-        const BlockDecay<kSplit> decay(next_w, lane);
+        if constexpr (Layout::kKeepsRates) {
+            load_rates(rates, rates_tile(group), lane);
+        } else {
+            to_rates(rates);
+        }
+        const BlockDecay<kSplit> decay(rates, lane);
         if (group + 2 == work.groups) prefetch_other_head<Element, W, kBlocks>(job, work, false, lane);
         const Unscaled<kSplit> r_channels = to_channels(next_r, own_tile(2), lane);
         const Unscaled<kSplit> k_channels = to_channels(next_k, own_tile(3), lane);
@@ -94,7 +105,7 @@ __global__ void __launch_bounds__(32 * kBlocks, forward_occupancy(Element::kSpli
             const Place place = work.place(job, group + 1);
             next_r.load(r, place, lane);
             next_k.load(k, place, lane);
-            load_w(next_w, w, place, lane);
+            if constexpr (!Layout::kKeepsRates) load_w(rates, w, place, lane);
         }
 
 #pragma unroll
@@ -122,8 +133,8 @@ __global__ void __launch_bounds__(32 * kBlocks, forward_occupancy(Element::kSpli
             float r_values[8], k_values[8];
             get_values(r_values, r_channels);
             get_values(k_values, k_channels);
-            const float* from = u + 16 * group + permuted(lane.g);
-            const float u_values[2] = {from[0], from[2]};
+            const float2 two = of_channels(u + 16 * group, lane);
+            const float u_values[2] = {two.x, two.y};
             inside.add_near(r_values, k_values, u_values);
         }
         if (Meet::kLone || !work.alone) {

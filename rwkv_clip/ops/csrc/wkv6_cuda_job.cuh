@@ -67,7 +67,9 @@ constexpr int forward_occupancy(bool split, int blocks) {
     return blocks > 4 ? (split ? 2 : 3) : (split ? 12 : 16) / blocks;
 }
 
-constexpr int backward_occupancy(bool split, int blocks) { return blocks > 4 ? 2 : (split ? 8 : 12) / blocks; }
+constexpr int backward_occupancy(bool split, int blocks) {
+    return blocks > 4 ? 2 : blocks == 3 ? 3 : (split ? 8 : 12) / blocks;
+}
 
 // How the kBlocks blocks of a chunk meet. At level 16 * 2^m a block meets the blocks of the neighbouring half of 2^m
 // blocks: for i < 2^m block other(block, m, i), or none (-1). What a warp keeps for each of the other blocks has
@@ -125,15 +127,26 @@ __device__ __forceinline__ void write_block_decay(float* totals, float (&rates)[
     float total[2];
     to_rates(rates);
     block_decay(total, rates);
-    if (lane.q == 0) {
-        float* to = totals + work.block * work.channels + 16 * group + permuted(lane.g);
-        to[0] = total[0];
-        to[2] = total[1];
-    }
+    if (lane.q == 0) set_channels(totals + work.block * work.channels + 16 * group, total[0], total[1], lane);
+}
+
+// Rates in shared memory, from one use to the next: each lane reads its own.
+constexpr int kRatesBytes = 1024;  // of a tile
+
+__device__ __forceinline__ void store_rates(Address at, const float (&rates)[8], const Lane& lane) {
+    store_shared(at + lane.straight, float4{rates[0], rates[1], rates[2], rates[3]});
+    store_shared(at + kRatesBytes / 2 + lane.straight, float4{rates[4], rates[5], rates[6], rates[7]});
+}
+
+__device__ __forceinline__ void load_rates(float (&rates)[8], Address at, const Lane& lane) {
+    const float4 first = load_shared<float4>(at + lane.straight);
+    const float4 second = load_shared<float4>(at + kRatesBytes / 2 + lane.straight);
+    rates[0] = first.x, rates[1] = first.y, rates[2] = first.z, rates[3] = first.w;
+    rates[4] = second.x, rates[5] = second.y, rates[6] = second.z, rates[7] = second.w;
 }
 
 // The work before the loop over channel groups, several groups at a time so that their loads wait together: writes the
-// decay of the warp's block to totals[block * channels + c], and calls use(group, a tile's Rows of each tensor).
+// decay of the warp's block to totals[block * channels + c], and calls use(group, a tile's Rows of each tensor, rates).
 template <class Element, class W, int kTensors, class Use>
 __device__ __forceinline__ void load_block(float* totals, const Head<W>& w, const Head<Element> (&tensors)[kTensors],
                                            const Job& job, const Work& work, const Lane& lane, Use&& use) {
@@ -152,8 +165,8 @@ __device__ __forceinline__ void load_block(float* totals, const Head<W>& w, cons
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
             if (first + i >= work.groups) break;
-            use(first + i, rows[i]);
             write_block_decay(totals, rates[i], work, first + i, lane);
+            use(first + i, rows[i], rates[i]);
         }
     }
 }
@@ -224,9 +237,10 @@ __device__ __forceinline__ Scale<kSplit> scale_across(const BlockDecay<kSplit>& 
                                                       const Work& work, int group, int m, const Lane& lane) {
     float outer[2] = {1.f, 1.f};
     if (m > 0) {
-        const float* row = between + Between<kBlocks, false>::row_of_level(m, work) + 16 * group + permuted(lane.g);
-        outer[0] = row[0];
-        outer[1] = row[2];
+        const float2 two =
+            of_channels(between + Between<kBlocks, false>::row_of_level(m, work) + 16 * group, lane);
+        outer[0] = two.x;
+        outer[1] = two.y;
     }
     return decay.across(Meeting<kBlocks>::is_later(lane.warp, m), outer);
 }
@@ -235,8 +249,8 @@ __device__ __forceinline__ Scale<kSplit> scale_across(const BlockDecay<kSplit>& 
 template <bool kSplit, int kBlocks>
 __device__ __forceinline__ Scale<kSplit> scale_to_chunk(const BlockDecay<kSplit>& decay, const float* between,
                                                         const Work& work, int group, int side, const Lane& lane) {
-    const float* row = between + Between<kBlocks, true>::row_of_side(side, work) + 16 * group + permuted(lane.g);
-    const float outer[2] = {row[0], row[2]};
+    const float2 two = of_channels(between + Between<kBlocks, true>::row_of_side(side, work) + 16 * group, lane);
+    const float outer[2] = {two.x, two.y};
     return decay.across(side == 0, outer);
 }
 

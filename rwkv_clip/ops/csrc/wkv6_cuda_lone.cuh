@@ -13,13 +13,11 @@ namespace wkv6 {
 // Columns from 2 on do not count, so lanes 4 g + q read what lanes 4 (g & 1) + q would hold.
 constexpr int kColumnsBytes = 128;
 
-// Puts the elements 2 i and 2 i + 1 of the vectors into columns at `to`; 4 q ... 4 q + 3 are lane q's.
-__device__ __forceinline__ void write_columns_of(Address to, int i, uint32_t first, uint32_t second) {
-    const Address at = to + 16 * (i >> 1) + 4 * (i & 1);
-    store_shared(at, first);
-    store_shared(at + 8, 0u);
-    store_shared(at + 64, 0u);
-    store_shared(at + 72, second);
+// Puts lane q's four elements of the vectors, in two words each, into columns at `to`.
+__device__ __forceinline__ void write_columns_of(Address to, int q, uint32_t first0, uint32_t first1, uint32_t second0,
+                                                 uint32_t second1) {
+    store_shared(to + 16 * q, uint4{first0, first1, 0u, 0u});
+    store_shared(to + 64 + 16 * q, uint4{0u, 0u, second0, second1});
 }
 
 // Weights of the pairs of a warp's tokens with the lone one: columns 0 and 1 of a product of 16 x 8, which are in lanes
@@ -126,32 +124,30 @@ struct Lone {
         }
     }
 
-    // The factors of products, behind a barrier: the blocks' decays and the token's values are known. A thread has two
-    // channels; kThreads of them are enough.
+    // The factors of products, behind a barrier: the blocks' decays and the token's values are known. A thread has four
+    // channels.
     __device__ __forceinline__ void write_factors(const float* totals) const {
         if constexpr (kExists) {
-            const int c = 2 * threadIdx.x, group = c >> 4, i = threadIdx.x & 7;
+            const int c = 4 * threadIdx.x, group = c >> 4, q = threadIdx.x & 3;
             if (c >= channels) return;
-            const auto two = [&](const float* from) { return *reinterpret_cast<const float2*>(from + c); };
-            const float2 r = two(row(kR)), k = two(row(kK)), decay = two(totals + 2 * channels);
+            const auto four = [&](const float* from) { return *reinterpret_cast<const float4*>(from + c); };
+            const float4 r = four(row(kR)), k = four(row(kK)), decay = four(totals + 2 * channels);
 #pragma unroll
             for (int m = 0; m < 2; ++m) {
-                const float2 outer = m ? decay : float2{1.f, 1.f};
-                const uint32_t rs = pack_bf16(r.x * outer.x, r.y * outer.y);
-                const uint32_t ks = pack_bf16(k.x * outer.x, k.y * outer.y);
-                write_columns_of(level(columns, m, group), i, ks, rs);
-                if constexpr (kBackward) {  // the channel is permuted(8 half + n)
-                    const int n = i & ~1, half = i & 1;
-                    const Address to = level(rows, m, group) + 16 * n + 4 * half;
-                    store_shared(to, ks & 0xffffu);
-                    store_shared(to + 8, rs & 0xffffu);
-                    store_shared(to + 16, ks >> 16);
-                    store_shared(to + 24, rs >> 16);
+                const float4 outer = m ? decay : float4{1.f, 1.f, 1.f, 1.f};
+                const uint32_t k0 = pack_bf16(k.x * outer.x, k.z * outer.z), k1 = pack_bf16(k.y * outer.y, k.w * outer.w);
+                const uint32_t r0 = pack_bf16(r.x * outer.x, r.z * outer.z), r1 = pack_bf16(r.y * outer.y, r.w * outer.w);
+                write_columns_of(level(columns, m, group), q, k0, k1, r0, r1);
+                if constexpr (kBackward) {
+                    const Address to = level(rows, m, group) + 32 * q;
+                    store_shared(to, uint4{k0 & 0xffffu, k1 & 0xffffu, r0 & 0xffffu, r1 & 0xffffu});
+                    store_shared(to + 16, uint4{k0 >> 16, k1 >> 16, r0 >> 16, r1 >> 16});
                 }
             }
             if constexpr (kBackward) {
-                const float2 v = two(row(kV)), gy = two(row(kGy));
-                write_columns_of(level(values, 0, group), i, pack_bf16(v.x, v.y), pack_bf16(gy.x, gy.y));
+                const float4 v = four(row(kV)), gy = four(row(kGy));
+                write_columns_of(level(values, 0, group), q, pack_bf16(v.x, v.y), pack_bf16(v.z, v.w),
+                                 pack_bf16(gy.x, gy.y), pack_bf16(gy.z, gy.w));
             }
         }
     }
@@ -240,9 +236,8 @@ struct Lone {
             LonePairs out;
             out.add(scaled_k.high, scaled_r.high, load_shared<uint4>(own), lane);
             if (lane.q == 0) {
-                float2* to = sums_of(block) + 16 * group + permuted(lane.g);
-                to[0] = float2{out.sums[0], out.sums[1]};
-                to[2] = float2{out.sums[2], out.sums[3]};
+                float2* to = sums_of(block) + 16 * group + 2 * lane.g;
+                *reinterpret_cast<float4*>(to) = float4{out.sums[0], out.sums[1], out.sums[2], out.sums[3]};
             }
         }
     }
@@ -259,7 +254,7 @@ struct Lone {
         if constexpr (kExists) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const int c = 16 * group + permuted(lane.g) + 2 * half;
+                const int c = 16 * group + 2 * lane.g + half;
                 const float2 both = outer_sums(c);
                 beyond[half] += totals[2 * channels + c] * (row(kR)[c] * both.x + row(kK)[c] * both.y);
             }

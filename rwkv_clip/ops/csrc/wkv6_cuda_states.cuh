@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(32 * kBlocks, kBlocks == 4 ? 3 : 1) states_ker
     const auto multiply_rows = [&](float(&state)[8], const float* decay_of_channels, int key_group) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const float decay = decay_of_channels[16 * key_group + permuted(8 * half + lane.g)];
+            const float decay = decay_of_channels[16 * key_group + 2 * lane.g + half];
             state[2 * half] *= decay;
             state[2 * half + 1] *= decay;
             state[2 * half + 4] *= decay;
@@ -252,8 +252,8 @@ __global__ void __launch_bounds__(32 * kBlocks, kBlocks == 4 ? 3 : 1) states_ker
 #pragma unroll
                     for (int side = 0; side < 2; ++side) {
                         if (!(side ? has_next : has_previous)) continue;  // no chunk to take it
-                        const float* from = outer_row(side) + 16 * (first + i) + permuted(lane.g);
-                        const float to_border[2] = {from[0], from[2]};
+                        const float2 two = of_channels(outer_row(side) + 16 * (first + i), lane);
+                        const float to_border[2] = {two.x, two.y};
                         store(scaled_tile(side, work.block, first + i),
                               multiply(channels, decay.across(side == 0, to_border)), lane);
                     }

@@ -6,10 +6,12 @@
 //   token tile    rows are tokens, row halves a & 1, channel halves a >> 1: two channels of one token in a register
 //   channel tile  rows are channels, row halves a & 1, token halves a >> 1: two tokens of one channel in a register
 //
-// Rows and columns are in the order `permuted`: position 8 half + n is token (or channel) 4 (n / 2) + 2 half + n % 2.
-// So lane 4g+q meets in a token tile the tokens permuted(g), permuted(8 + g) and the four channels 4q ... 4q+3, and in
-// a channel tile the channels permuted(g), permuted(8 + g) and the four tokens 4q ... 4q+3: rows of a tensor are read
-// and written 8 or 16 bytes per lane, and products over tokens or channels do not mind the order.
+// Tokens and channels are in the order `permuted`: position 8 half + n is token 4 (n / 2) + 2 half + n % 2. So lane 4g+q
+// meets in a token tile the tokens permuted(g), permuted(8 + g) and the four channels 4q ... 4q+3, and in a channel tile
+// the four tokens 4q ... 4q+3: rows of a tensor are read and written 8 or 16 bytes per lane, and products over tokens or
+// channels do not mind the order. The channels of keys (r, k, w and their gradients) have another one, position
+// 8 half + n is channel 2 n + half: in a channel tile lane 4g+q has the neighbours 2g and 2g+1, so that w, read in this
+// form from memory, and what is kept per channel come two at a time.
 //
 // Eight values of a lane are numbered 2 a + (0 or 1); in a channel tile that is 2 half + 4 (token / 2) + token % 2 for
 // the lane's channel number `half` and token 0 ... 3. The accumulators of a product have the same numbering.
@@ -30,7 +32,8 @@ __device__ __forceinline__ int permuted(int position) {
 // Elements of the tensors. kSplit: kept as a sum of two bf16 numbers (16 to 17 bits), products in three parts.
 struct Bfloat16 {
     using Storage = uint16_t;
-    using Row = uint2;  // four channels
+    using Row = uint2;     // four channels
+    using Two = uint32_t;  // two channels
     static constexpr bool kSplit = false;
     static __device__ __forceinline__ float to_float(Storage x) {
         return bits_to_float(static_cast<uint32_t>(x) << 16);
@@ -41,11 +44,14 @@ struct Bfloat16 {
     static __device__ __forceinline__ Row pack(float a, float b, float c, float d) {
         return Row{pack_bf16(a, b), pack_bf16(c, d)};
     }
+    static __device__ __forceinline__ float2 unpack(Two two) { return float2{bf16_low(two), bf16_high(two)}; }
+    static __device__ __forceinline__ Two pack(float a, float b) { return pack_bf16(a, b); }
 };
 
 struct Float16 {
     using Storage = uint16_t;
     using Row = uint2;
+    using Two = uint32_t;
     static constexpr bool kSplit = true;
     static __device__ __forceinline__ float to_float(Storage x) { return half_to_float(x); }
     static __device__ __forceinline__ Storage from_float(float x) { return static_cast<Storage>(float_to_half(x)); }
@@ -54,13 +60,18 @@ struct Float16 {
         return half_to_float(i & 1 ? word >> 16 : word & 0xffffu);
     }
     static __device__ __forceinline__ Row pack(float a, float b, float c, float d) {
-        return Row{float_to_half(a) | float_to_half(b) << 16, float_to_half(c) | float_to_half(d) << 16};
+        return Row{pack(a, b), pack(c, d)};
     }
+    static __device__ __forceinline__ float2 unpack(Two two) {
+        return float2{half_to_float(two & 0xffffu), half_to_float(two >> 16)};
+    }
+    static __device__ __forceinline__ Two pack(float a, float b) { return float_to_half(a) | float_to_half(b) << 16; }
 };
 
 struct Float32 {
     using Storage = float;
     using Row = float4;
+    using Two = float2;
     static constexpr bool kSplit = true;
     static __device__ __forceinline__ float to_float(Storage x) { return x; }
     static __device__ __forceinline__ Storage from_float(float x) { return x; }
@@ -68,6 +79,8 @@ struct Float32 {
         return i & 2 ? (i & 1 ? row.w : row.z) : (i & 1 ? row.y : row.x);
     }
     static __device__ __forceinline__ Row pack(float a, float b, float c, float d) { return Row{a, b, c, d}; }
+    static __device__ __forceinline__ float2 unpack(Two two) { return two; }
+    static __device__ __forceinline__ Two pack(float a, float b) { return Two{a, b}; }
 };
 
 // Operands of products -----------------------------------------------------------------------------------------------
@@ -285,6 +298,14 @@ __device__ __forceinline__ Operand<kSplit> right_columns(Address tile, const Lan
     return load_transposed_tile<kSplit, false>(tile, lane);
 }
 
+// The values of the lane's two channels in a row [channel] of floats, for the 16 channels from `row` on.
+__device__ __forceinline__ float2 of_channels(const float* row, const Lane& lane) {
+    return *reinterpret_cast<const float2*>(row + 2 * lane.g);
+}
+__device__ __forceinline__ void set_channels(float* row, float first, float second, const Lane& lane) {
+    *reinterpret_cast<float2*>(row + 2 * lane.g) = float2{first, second};
+}
+
 // A tile in which each lane's registers lie together, so that a lane can read elsewhere instead.
 template <bool kSplit>
 __device__ __forceinline__ void store_fragment(Address fragment, const Operand<kSplit>& operand) {
@@ -372,6 +393,10 @@ struct Rows {
     }
 };
 
+// The lower or the upper halves of two registers.
+__device__ __forceinline__ uint32_t lower_halves(uint32_t a, uint32_t b) { return (a & 0xffffu) | b << 16; }
+__device__ __forceinline__ uint32_t upper_halves(uint32_t a, uint32_t b) { return a >> 16 | (b & 0xffff0000u); }
+
 // Asks for all channels of the block's tokens of two tensors.
 template <class A, class B>
 __device__ __forceinline__ void prefetch_rows(const Head<A>& a, const Head<B>& b, const Place& place,
@@ -387,12 +412,18 @@ __device__ __forceinline__ Address exact_value(Address tile, int token, int chan
     return tile + 64 * token + 4 * ((channel + 4 * (token >> 1)) & 15);
 }
 
-// From rows of tokens to a channel tile, through a tile of the warp's own.
+// From rows of tokens to a channel tile in the order of keys, through a tile of the warp's own.
 template <class Element>
 __device__ __forceinline__ Unscaled<Element::kSplit> to_channels(const Rows<Element>& rows, Address tile,
                                                                  const Lane& lane) {
     if constexpr (!Element::kSplit) {
-        store(tile, rows.operand(), lane);
+        Operand<false> keys;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            keys.high[half] = lower_halves(rows.row[half].x, rows.row[half].y);
+            keys.high[2 + half] = upper_halves(rows.row[half].x, rows.row[half].y);
+        }
+        store(tile, keys, lane);
         __syncwarp();
         return left_columns<false>(tile, lane);
     } else {
@@ -407,7 +438,7 @@ __device__ __forceinline__ Unscaled<Element::kSplit> to_channels(const Rows<Elem
         Exact out;
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-            const int token = 4 * lane.q + 2 * (i >> 2) + (i & 1), channel = permuted(8 * (i >> 1 & 1) + lane.g);
+            const int token = 4 * lane.q + 2 * (i >> 2) + (i & 1), channel = 2 * lane.g + (i >> 1 & 1);
             out.values[i] = load_shared<float>(exact_value(tile, token, channel));
         }
         return out;
@@ -433,7 +464,7 @@ __device__ __forceinline__ void write_rows(const Head<Element>& head, const Plac
                    Element::pack(values[2], values[3], values[6], values[7]));
 }
 
-// Writes values[8] of a channel tile. scratch: a tile of the warp's own; free for others only after
+// Writes values[8] of a channel tile in the order of keys. scratch: a tile of the warp's own; free for others only after
 // the next barrier.
 template <class Element>
 __device__ __forceinline__ void write_columns(const Head<Element>& head, const Place& place, Address scratch,
@@ -444,11 +475,14 @@ __device__ __forceinline__ void write_columns(const Head<Element>& head, const P
         store(scratch, operand, lane);
         __syncwarp();
         const Operand<false> out = load_transposed_tile<false, false>(scratch, lane);
-        write_row_pair(head, place, lane, uint2{out.high[0], out.high[1]}, uint2{out.high[2], out.high[3]});
+        const auto row = [](uint32_t even, uint32_t odd) {
+            return uint2{lower_halves(even, odd), upper_halves(even, odd)};
+        };
+        write_row_pair(head, place, lane, row(out.high[0], out.high[1]), row(out.high[2], out.high[3]));
     } else {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-            const int token = 4 * lane.q + 2 * (i >> 2) + (i & 1), channel = permuted(8 * (i >> 1 & 1) + lane.g);
+            const int token = 4 * lane.q + 2 * (i >> 2) + (i & 1), channel = 2 * lane.g + (i >> 1 & 1);
             store_shared(exact_value(scratch, token, channel), values[i]);
         }
         __syncwarp();

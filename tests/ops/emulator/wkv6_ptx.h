@@ -57,4 +57,12 @@ inline uint32_t insert_bits(uint32_t a, uint32_t b, uint32_t position, uint32_t 
     return (b & ~mask) | (a << position & mask);
 }
 
+// prmt.b32: byte i is the byte of b:a whose number is in bits 4 i ... 4 i + 2 of the selector (no copies of signs).
+inline uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
+    const uint64_t bytes = uint64_t{b} << 32 | a;
+    uint32_t out = 0;
+    for (int i = 0; i < 4; ++i) out |= static_cast<uint32_t>(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+    return out;
+}
+
 }  // namespace
