@@ -49,29 +49,33 @@ def implementation(device_type: str) -> Implementation:
         _load("wkv6")
         ops = torch.ops.rwkv_clip
         forward, backward = ops.wkv6_cuda_forward.default, ops.wkv6_cuda_backward.default
-        return Implementation("cuda", forward, backward, _interpolations())
+        return Implementation("cuda", forward, backward, _interpolations_of_this_gpu())
     try:
         _load("wkv6_cpu")
     except UserError as error:
         logger.warning("%s Using the slower torch implementation of WKV6.", error)
         return Implementation("torch", wkv6_torch_forward, wkv6_torch_backward)
     ops = torch.ops.rwkv_clip
-    return Implementation("cpu", ops.wkv6_cpu_forward.default, ops.wkv6_cpu_backward.default)
+    forward, backward = ops.wkv6_cpu_forward.default, ops.wkv6_cpu_backward.default
+    return Implementation("cpu", forward, backward, _interpolations_of("cpu"))
 
 
-def _interpolations() -> Mapping[str, Callable]:
+def _interpolations_of(device_type: str) -> Mapping[str, Callable]:
+    ops, names = torch.ops.rwkv_clip, ("lerp", "ddlerp")
+    return {
+        f"{name}{suffix}": getattr(ops, f"{name}_{device_type}{suffix}").default
+        for name in names
+        for suffix in ("", "_backward")
+    }
+
+
+def _interpolations_of_this_gpu() -> Mapping[str, Callable]:
     if torch.cuda.get_device_capability() < (8, 0):
         return {}
     _load("lerp")
     from .lerp_check import kernels_are_right
 
-    ops = torch.ops.rwkv_clip
-    kernels = {
-        "lerp": ops.lerp_cuda.default,
-        "lerp_backward": ops.lerp_cuda_backward.default,
-        "ddlerp": ops.ddlerp_cuda.default,
-        "ddlerp_backward": ops.ddlerp_cuda_backward.default,
-    }
+    kernels = _interpolations_of("cuda")
     if kernels_are_right(kernels, torch.device("cuda", torch.cuda.current_device())):
         return kernels
     logger.warning(

@@ -1,11 +1,11 @@
-"""Token shift and interpolation as PyTorch custom ops, for GPUs: one pass over memory where a compiler makes many.
+"""Token shift and interpolation as PyTorch custom ops: one pass over memory where PyTorch makes many.
 
     lerp:    y_i = x + (shift(x) - x) * c_i
     ddlerp:  y_i = x + (shift(x) - x) * (c_i + hidden_i @ w2_i), i = w, k, v, r, g
 
 ddlerp is the data-dependent interpolation of RWKV-6 (Peng et al., "Eagle and Finch", 2024, equations 11 to 14), with
-the published towers' shifts. The kernels are in csrc/lerp_cuda.cu; where `usable` says no, mixing.py computes the same
-in plain PyTorch.
+the published towers' shifts. The kernels are in csrc/lerp_cuda.cu and csrc/lerp_cpu.cpp; where `usable` says no,
+mixing.py computes the same in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from .implementation import implementation
 Layout = tuple[int, int, int, bool]
 """Of the shift: patches per row (for text, tokens), channels per head, directions (4 or 2), class token at the end."""
 
-GPU = "cuda"
+DTYPES = {"cuda": torch.bfloat16, "meta": torch.bfloat16, "cpu": torch.float32}
+"""What the kernels of a device take. The meta device stands for a GPU, whose memory is worked out on it."""
 
 _LAYOUT = "int width, int head_size, int directions, bool with_cls_token"
 _TAGS = (torch.Tag.pt2_compliant_tag,)
@@ -37,30 +38,30 @@ for _schema in (
 
 def usable(x: Tensor, layout: Layout) -> bool:
     """Whether the kernels take x [B, T, C]: bfloat16 on a GPU of compute capability 8.0 or newer, on which they were
-    found right; C a multiple of 32, and four channels in a row that share a neighbour.
-
-    The meta device stands for such a GPU, whose memory is worked out on it.
+    found right, or float32 on a CPU that the C++ op was built for; C a multiple of 32, and four channels in a row that
+    share a neighbour.
     """
     _, head_size, directions, _ = layout
-    fits = x.dtype == torch.bfloat16 and x.shape[2] % 32 == 0 and x.shape[2] <= 4096
+    device = x.device.type
+    fits = x.dtype == DTYPES.get(device) and x.shape[2] % 32 == 0 and x.shape[2] <= 4096
     fits = fits and head_size % (4 * directions) == 0
-    return fits and (x.device.type == "meta" or (x.device.type == GPU and _kernels_work()))
+    return fits and (device == "meta" or _kernels_work(device))
 
 
 @torch.compiler.assume_constant_result
-def _kernels_work() -> bool:
-    return bool(implementation("cuda").interpolations)
+def _kernels_work(device_type: str) -> bool:
+    return bool(implementation(device_type).interpolations)
 
 
-def _on_a_gpu(name: str) -> Callable:
-    def run(*args: object) -> object:
-        return implementation("cuda").interpolations[name](*args)
+def _on_a_device(name: str) -> Callable:
+    def run(x: Tensor, *args: object) -> object:
+        return implementation(x.device.type).interpolations[name](x, *args)
 
     return run
 
 
 for _name in ("lerp", "lerp_backward", "ddlerp", "ddlerp_backward"):
-    torch.library.impl(f"rwkv_clip::{_name}", "cuda")(_on_a_gpu(_name))
+    torch.library.impl(f"rwkv_clip::{_name}", ("cpu", "cuda"))(_on_a_device(_name))
 
 
 @torch.library.register_fake("rwkv_clip::lerp")
@@ -107,7 +108,7 @@ class _TimeMixInputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, c_x: Tensor, w1: Tensor, w2: Tensor, c: Tensor, layout: Layout) -> tuple[Tensor, ...]:
         (mixed,) = torch.ops.rwkv_clip.lerp(x, c_x, *layout)
-        hidden = torch.tanh(mixed.flatten(0, 1) @ w1)
+        hidden = torch.tanh(mixed.flatten(0, 1) @ w1).to(x.dtype)  # autocast may have rounded it
         ctx.save_for_backward(x, c_x, mixed, hidden, w1, w2, c)
         ctx.layout = layout
         return tuple(torch.ops.rwkv_clip.ddlerp(x, hidden, w2, c, *layout))

@@ -64,18 +64,27 @@ def test_each_vector_length_is_right_without_special_instructions(vector_bytes, 
     assert_close(run_library(library, x), oracle(x), y=1e-5, gradients=1e-4)
 
 
-@needs_compiler
-def test_K10_nothing_outside_the_tensors_is_read_or_written(tmp_path):
-    program = tmp_path / "bounds"
-    sanitizers = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", f"-I{CSRC}")
-    sources = (Path(__file__).parent / "wkv6_cpu_bounds.cpp", CSRC / "wkv6_cpu.cpp")
+def run_with_sanitizers(program, name: str, *flags: str) -> str:
+    """What the program of the kernels' bounds prints; it ends at the first access outside a tensor."""
+    sanitizers = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", f"-I{CSRC}", *flags)
+    sources = (Path(__file__).parent / f"{name}_bounds.cpp", CSRC / f"{name}.cpp")
     built = subprocess.run(["g++", *FLAGS, *sanitizers, *sources, "-o", program], capture_output=True, text=True)
     if "cannot find" in built.stderr:
         pytest.skip("the sanitizers' libraries are not installed")
     assert built.returncode == 0, built.stderr
     run = subprocess.run([program], capture_output=True, text=True, env={"ASAN_OPTIONS": "detect_leaks=0"})
     assert run.returncode == 0, run.stdout + run.stderr
-    assert run.stdout.strip() in ("baseline", "avx2", "avx512")
+    return run.stdout.strip()
+
+
+@needs_compiler
+def test_K10_nothing_outside_the_tensors_is_read_or_written(tmp_path):
+    assert run_with_sanitizers(tmp_path / "bounds", "wkv6_cpu") in ("baseline", "avx2", "avx512")
+
+
+@needs_compiler
+def test_the_interpolation_is_right_without_special_instructions_and_stays_inside_the_tensors(tmp_path):
+    assert run_with_sanitizers(tmp_path / "bounds", "lerp_cpu", "-DLERP_CLONES=") == "right"
 
 
 def test_only_bindings_include_headers_of_pytorch():
