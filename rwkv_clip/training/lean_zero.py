@@ -29,7 +29,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 def make_lean(optimizer: Any) -> bool:
-    """Replace such methods on a ZeRO optimizer of stage 1 or 2 that keeps its state on the GPU; True if done.
+    """Replace such methods on a ZeRO optimizer of stage 1 or 2 that keeps its state with the weights; True if done.
 
     The results are the same, but for the order in which a norm is added up. Any other optimizer, or a DeepSpeed with
     other methods, stays as it is.
@@ -38,7 +38,8 @@ def make_lean(optimizer: Any) -> bool:
 
     if type(optimizer) is not DeepSpeedZeroOptimizer or optimizer.cpu_offload or optimizer.has_moe_layers:
         return False
-    if not getattr(optimizer, "compute_grad_norm", False) or not getattr(optimizer, "check_grad_overflow", False):
+    judged_by_norm = getattr(optimizer, "check_grad_overflow", False) or optimizer.dtype == torch.float32
+    if not getattr(optimizer, "compute_grad_norm", False) or not judged_by_norm:
         return False  # then DeepSpeed does not judge the step by the norm
     if _decides_on_the_device(optimizer):
         optimizer.check_grad_overflow = False
@@ -143,12 +144,21 @@ def _reduce(optimizer: Any, **_: Any) -> None:
         for parameter in parameters:
             parameter.grad = None
         if world_size > 1:
-            part = torch.empty_like(optimizer.parallel_partitioned_bit16_groups[number][dist.get_rank(group)])
-            _reduce_scatter(part, flat.div_(world_size), group=group)
-            flat = part
+            flat = _sum_of_parts(flat.div_(world_size), world_size, group)
         master = optimizer.single_partition_of_fp32_groups[number]
         optimizer.averaged_gradients[number] = _Flat(flat.to(master.dtype), optimizer.params_in_partition[number])
     optimizer._gradients_are_dropped = True
+
+
+def _sum_of_parts(flat: Tensor, world_size: int, group: dist.ProcessGroup) -> Tensor:
+    """Of the equal parts of `flat`, this rank's one, added up over the ranks."""
+    if flat.device.type == "cpu":  # gloo's reduce-scatter takes twice as long
+        parts = torch.empty_like(flat)
+        dist.all_to_all_single(parts, flat, group=group)
+        return parts.view(world_size, -1).sum(dim=0)
+    part = flat.new_empty(flat.numel() // world_size)
+    _reduce_scatter(part, flat, group=group)
+    return part
 
 
 def _overflow_is_in_the_norm(_optimizer: Any, partition_gradients: bool = True) -> bool:

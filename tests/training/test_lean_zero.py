@@ -71,6 +71,7 @@ def train(stage: int, precision: str, clip: float, accumulation: int, lean: bool
 
 # ZeRO stage, precision, largest norm, micro batches.
 SETTINGS = [(1, "bf16", 0.5, 1), (2, "bf16", 0.5, 1), (1, "bf16", 0.0, 1), (1, "bf16", 0.5, 2), (1, "fp16", 0.5, 1)]
+SETTINGS += [(1, "fp32", 0.5, 1), (1, "fp32", 0.0, 2)]
 
 
 def trainings(settings):
@@ -89,7 +90,7 @@ def runs():
 
 def assert_equal_runs(own, lean, clip: float) -> None:
     assert lean.applied == own.applied
-    assert own.scans > 0 and lean.scans == 0
+    assert lean.scans == 0
     np.testing.assert_allclose(lean.norms, own.norms, rtol=1e-5)
     assert np.abs(own.gradients["image_model.0.weight"]).max() > 0
     for name, gradient in own.gradients.items():
@@ -128,7 +129,7 @@ def test_a_step_with_nan_on_one_rank_is_left_out_on_all(runs) -> None:
 
 def test_stage_1_runs_no_python_for_each_parameter_in_the_backward_pass(runs) -> None:
     for own, lean in runs[(1, "bf16", 0.5, 1)]:
-        assert own.hooks > 0 and lean.hooks == 0
+        assert own.hooks > 0 and own.scans > 0 and lean.hooks == 0
         assert lean.leaves_no_gradients and not own.leaves_no_gradients
     for _, lean in runs[(2, "bf16", 0.5, 1)]:
         assert lean.hooks > 0  # which reduces gradients as they come
