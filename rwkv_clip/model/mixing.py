@@ -3,7 +3,7 @@
 Shapes: B batch, T tokens, C width, H heads, N head size = C / H. Source: RWKV-6 (Peng et al. 2024, section 4) with the
 bidirectional operator and the token shifts of RWKV-CLIP (Gu et al. 2024).
 
-The code is written for few passes over memory: on a GPU the mixed inputs come from kernels of their own (ops/lerp.py),
+The code is written for few passes over memory: the mixed inputs come from kernels where those fit (ops/lerp.py),
 elsewhere from one batched product and one multiply-add, and every element-wise chain is left to one compiler-visible
 expression.
 """
@@ -133,7 +133,8 @@ class SquaredReLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: Tensor) -> Tensor:
         (kept,) = ctx.saved_tensors
-        return 2 * (kept if ctx.keeps_root else torch.sqrt(kept)) * gradient
+        root = kept if ctx.keeps_root else torch.sqrt(kept)
+        return torch.addcmul(gradient.new_zeros(()), root, gradient, value=2)  # one pass
 
 
 class ChannelMix(nn.Module):
