@@ -130,6 +130,8 @@ class Kernel:
             assert parts[2] in ("bfly", "idx")
             source = f"emulator::block->current ^ {lane}" if parts[2] == "bfly" else lane
             self.write(to, f"__shfl_sync({self.read(operands[4], 'uint32_t')}, {value}, {source})")
+        elif parts[0] == "movmatrix":
+            self.write(operands[0], f"transposed_matrix({self.read(operands[1], 'uint32_t')})")
         elif parts[0] == "prefetch":
             self.lines.append(f"emulator::prefetch({self.address(operands[0], 'global')}, 1);")
         elif parts[0] == "setp":

@@ -21,26 +21,29 @@ struct BackwardLayout {
     static constexpr int kScaledK = kScaledR + kLevels * kBlocks * kTile;  // [level][block]
     static constexpr int kTables = kScaledK + kLevels * kBlocks * kTile;   // [4] fragments
     static constexpr int kSums = kTables + 4 * kTileBytes;                 // [level ... side][block][16], float
-    static constexpr int kV = kSums + (kLevels + 3) * kBlocks * 64;        // [group][block]
-    // [block][4], after the last use of v, which is in the loop where there are states.
-    static constexpr int kOwn = kChunked ? kSums + (kLevels + 3) * kBlocks * 64 : kV;
-    static constexpr int kOwnBytes = 4 * kBlocks * kTile;
+    // [block][4], float32 and float16 only; where there is one chunk in the place of v, which is not used in the loop, and
+    // gu_sums as well.
+    static constexpr int kOwn = kSums + (kLevels + (kChunked ? 3 : 0)) * kBlocks * 64;
+    static constexpr int kOwnBytes = kSplit ? 4 * kBlocks * kTile : 0;
     static constexpr bool kKeepsRates = ForwardLayout<kSplit, kBlocks, kChunked>::kKeepsRates;
-    int v, gy, u, totals, between, gu_sums, rates, lone, states, bytes;
+    static constexpr bool kSharedSides = !kSplit;
+    int v, gy, u, totals, between, gu_sums, rates, lone, states, sides, bytes;
 
     __host__ __device__ explicit BackwardLayout(int groups) {
-        const int v_bytes = kBlocks * groups * kTile;
-        v = kChunked ? kOwn + kOwnBytes : kV;                               // [group][block]
-        gy = v + (!kChunked && v_bytes < kOwnBytes ? kOwnBytes : v_bytes);  // [group][block]
-        u = gy + v_bytes;                                                   // [channel], float
-        totals = u + groups * 64;                                           // [block][channel], float
-        between = totals + kBlocks * groups * 64;                           // see Between
-        gu_sums = between + Between<kBlocks, kChunked>::kRows * kBlocks * groups * 64;  // [block][channel], float
-        rates = gu_sums + kBlocks * groups * 64;                            // [group][block]
+        const int v_bytes = kBlocks * groups * kTile, gu_bytes = kBlocks * groups * 64;
+        gu_sums = kOwn + kOwnBytes;  // [block][channel], float
+        const int after = gu_sums + gu_bytes;
+        v = kChunked ? after : kOwn;                                                  // [group][block]
+        gy = kChunked || v + v_bytes > after ? v + v_bytes : after;                   // [group][block]
+        u = gy + v_bytes;                                                             // [channel], float
+        totals = u + groups * 64;                                                     // [block][channel], float
+        between = totals + kBlocks * groups * 64;                                     // see Between
+        rates = between + Between<kBlocks, kChunked>::kRows * kBlocks * groups * 64;  // [group][block]
         lone = rates + (kKeepsRates ? kBlocks * groups * kRatesBytes : 0);  // see Lone
         // [side][kind][value group]; after the loop [parity][side][value group].
         states = lone + Lone<kBlocks, true>::bytes(groups);
-        bytes = states + (kChunked ? 4 * groups * kTile : 0);
+        sides = states + (kChunked ? 4 * groups * kTile : 0);  // see Sides
+        bytes = sides + (kChunked ? Sides<kSplit, kSharedSides>::bytes(kBlocks, groups) : 0);
     }
 };
 
@@ -171,10 +174,9 @@ __global__ void __launch_bounds__(32 * kBlocks, backward_occupancy(Element::kSpl
     const auto rates_tile = [&](int group) {
         return shared + layout.rates + (group * kBlocks + work.block) * kRatesBytes;
     };
-    Sides<kSplit> sides;  // of k
+    Sides<kSplit, Layout::kSharedSides> sides(shared + layout.sides, work, lane);  // of k
     const Lone<kBlocks, true> lone(shared + layout.lone, job, work);
 
-    if (work.head < job.ahead) prefetch_rows(r, k, work.place(job, 0), lane);
     if constexpr (kChunked) copy_next_states(0);
     const Head<Element> both[2] = {v, gy};
     const auto last_token = lone.load(r, k, v, gy);
@@ -302,7 +304,6 @@ __global__ void __launch_bounds__(32 * kBlocks, backward_occupancy(Element::kSpl
             to_rates(rates);
         }
         const BlockDecay<kSplit> decay(rates, lane);
-        if (group + 2 == work.groups) prefetch_other_head<Element, W, kBlocks>(job, work, true, lane);
         const Unscaled<kSplit> r_channels = to_channels(next_r, own_tile(2), lane);
         const Unscaled<kSplit> k_channels = to_channels(next_k, own_tile(3), lane);
         const auto load_next = [&]() {
@@ -348,12 +349,7 @@ __global__ void __launch_bounds__(32 * kBlocks, backward_occupancy(Element::kSpl
                 constexpr int kLevel = decltype(level)::value;
                 const Scale<kSplit> scale = decay.template inside<kLevel>(lane);
                 const Operand<kSplit> scaled_r = multiply(r_channels, scale), scaled_k = multiply(k_channels, scale);
-                const Address tiles = own_tile(kLevel == 4 ? 2 : 0);
-                store(tiles, scaled_r, lane);
-                store(tiles + kTile, scaled_k, lane);
-                __syncwarp();
-                inside.template add_level<kLevel>(left_columns<kSplit>(tiles + kTile, lane),
-                                                  right_columns<kSplit>(tiles, lane), lane);
+                inside.template add_level<kLevel>(left_columns(scaled_k, lane), right_columns(scaled_r, lane), lane);
                 float level_r[8], level_k[8];
                 if constexpr (kLevel == 2) {
                     const float zero[8] = {};
@@ -419,20 +415,20 @@ __global__ void __launch_bounds__(32 * kBlocks, backward_occupancy(Element::kSpl
             constexpr int m = decltype(level)::value;
             if (!Meet::has_level(work.block, m)) return;
             float level_r[8] = {}, level_k[8] = {};
-            const Operand<kSplit> left = left_columns<kSplit>(k_tile(m, work.block), lane);
             const Operand<kSplit> scaled_r = left_rows<kSplit>(r_tile(m, work.block), lane);
             const Operand<kSplit> scaled_k = left_rows<kSplit>(k_tile(m, work.block), lane);
+            const Operand<kSplit> left = left_columns(scaled_k, lane);
             if (Meet::meets_lone(work.block, m)) {
-                const Operand<kSplit> queries = left_columns<kSplit>(r_tile(m, work.block), lane);
-                lone.add_pairs(lone_pairs, queries, left, m, group, lane);
-                lone.add_level(level_r, level_k, scaled_r, scaled_k, m, group, work.block, lane);
+                lone.add_pairs(lone_pairs, left_columns(scaled_r, lane), left, m, group, lane);
+                lone.add_level(level_r, level_k, scaled_r, scaled_k, m, group, work.block, shared + Layout::kZero,
+                               lane);
             }
             Meet::template for_each_other<m>(work.block, [&](auto slot, int other) {
-                add_product(across[decltype(slot)::value], left, right_columns<kSplit>(r_tile(m, other), lane), lane);
+                const Operand<kSplit> other_r = left_rows<kSplit>(r_tile(m, other), lane);
+                add_product(across[decltype(slot)::value], left, right_columns(other_r, lane), lane);
                 add_product(level_r, left_rows<kSplit>(k_tile(m, other), lane),
                             right_rows<kSplit>(ga_tile(work.block, other), lane), lane);
-                add_product(level_k, left_rows<kSplit>(r_tile(m, other), lane),
-                            right_columns<kSplit>(ga_tile(other, work.block), lane), lane);
+                add_product(level_k, other_r, right_columns<kSplit>(ga_tile(other, work.block), lane), lane);
             });
             const Operand<kSplit> q =
                 add_sums(scale_of[m], scaled_r, level_r, scaled_k, level_k, Meet::is_later(lane.warp, m));
@@ -444,9 +440,7 @@ __global__ void __launch_bounds__(32 * kBlocks, backward_occupancy(Element::kSpl
                 if (!has_state(job, work, side)) continue;
                 const Scale<kSplit> scale = scale_to_chunk<kSplit, kBlocks>(decay, between, work, group, side, lane);
                 const Operand<kSplit> scaled_r = multiply(r_channels, scale), scaled_k = multiply(k_channels, scale);
-                store(own_tile(2 + side), scaled_k, lane);
-                __syncwarp();
-                sides.tiles[side][group] = left_columns<kSplit>(own_tile(2 + side), lane);
+                sides.put(side, group, left_columns(scaled_k, lane));
                 float level_r[8] = {}, level_k[8] = {};
 #pragma unroll 2
                 for (int value_group = 0; value_group < work.groups; ++value_group) {

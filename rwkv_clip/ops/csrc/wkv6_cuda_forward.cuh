@@ -11,12 +11,12 @@ template <bool kSplit, int kBlocks, bool kChunked>
 struct ForwardLayout {
     static constexpr int kTile = kSplit ? 2 * kTileBytes : kTileBytes;
     static constexpr int kLevels = Meeting<kBlocks>::kLevels;
-    static constexpr int kScaledK = 0;                                         // [parity][level][block]
-    static constexpr int kScaledR = kScaledK + 2 * kLevels * kBlocks * kTile;  // [level][block]
-    static constexpr int kOwn = kScaledR + kLevels * kBlocks * kTile;          // [block][4]
-    static constexpr int kFixed = kOwn + 4 * kBlocks * kTile;
+    static constexpr int kScaledK = 0;                                     // [parity][level][block]
+    static constexpr int kOwn = kScaledK + 2 * kLevels * kBlocks * kTile;  // [block][2], float32 and float16 only
+    static constexpr int kFixed = kOwn + (kSplit ? 2 * kBlocks * kTile : 0);
     static constexpr bool kKeepsRates = !kSplit && !kChunked;  // instead of reading w twice; the others have no room
-    int u, totals, between, v, rates, lone, states, bytes;
+    static constexpr bool kSharedSides = !kSplit;
+    int u, totals, between, v, rates, lone, states, sides, bytes;
 
     __host__ __device__ explicit ForwardLayout(int groups) {
         u = kFixed;                                                              // [channel], float
@@ -26,7 +26,8 @@ struct ForwardLayout {
         rates = v + kBlocks * groups * kTile;                                    // [group][block]
         lone = rates + (kKeepsRates ? kBlocks * groups * kRatesBytes : 0);       // see Lone
         states = lone + Lone<kBlocks, false>::bytes(groups);                     // [parity][side][value group]
-        bytes = states + (kChunked ? 4 * groups * kTile : 0);
+        sides = states + (kChunked ? 4 * groups * kTile : 0);                    // see Sides
+        bytes = sides + (kChunked ? Sides<kSplit, kSharedSides>::bytes(kBlocks, groups) : 0);
     }
 };
 
@@ -37,7 +38,7 @@ __global__ void __launch_bounds__(32 * kBlocks, forward_occupancy(Element::kSpli
     constexpr bool kSplit = Element::kSplit;
     using Layout = ForwardLayout<kSplit, kBlocks, kChunked>;
     using Meet = Meeting<kBlocks>;
-    constexpr int kTile = Layout::kTile;
+    constexpr int kTile = Layout::kTile, kLevels = Meet::kLevels > 0 ? Meet::kLevels : 1;
     const Lane lane;
     const Work work(job, kChunked ? job.chunk_blocks : kBlocks, blockIdx.x,
                     kChunked ? job.first_chunk + blockIdx.y : blockIdx.y);
@@ -51,14 +52,13 @@ __global__ void __launch_bounds__(32 * kBlocks, forward_occupancy(Element::kSpli
     const auto k_tile = [&](int parity, int m, int block) {
         return shared + Layout::kScaledK + ((parity * Layout::kLevels + m) * kBlocks + block) * kTile;
     };
-    const auto r_tile = [&](int m) { return shared + Layout::kScaledR + (m * kBlocks + work.block) * kTile; };
-    const auto own_tile = [&](int i) { return shared + Layout::kOwn + (work.block * 4 + i) * kTile; };
+    const auto own_tile = [&](int i) { return shared + Layout::kOwn + (work.block * 2 + i) * kTile; };
     const auto v_tile = [&](int block, int group) { return shared + layout.v + (group * kBlocks + block) * kTile; };
     const Address states = shared + layout.states;
     const auto rates_tile = [&](int group) {
         return shared + layout.rates + (group * kBlocks + work.block) * kRatesBytes;
     };
-    Sides<kSplit> sides;  // of r
+    Sides<kSplit, Layout::kSharedSides> sides(shared + layout.sides, work, lane);  // of r
     const Lone<kBlocks, false> lone(shared + layout.lone, job, work);
 
     if (work.head < job.ahead) prefetch_rows(r, k, work.place(job, 0), lane);
@@ -98,9 +98,9 @@ __global__ void __launch_bounds__(32 * kBlocks, forward_occupancy(Element::kSpli
             to_rates(rates);
         }
         const BlockDecay<kSplit> decay(rates, lane);
-        if (group + 2 == work.groups) prefetch_other_head<Element, W, kBlocks>(job, work, false, lane);
-        const Unscaled<kSplit> r_channels = to_channels(next_r, own_tile(2), lane);
-        const Unscaled<kSplit> k_channels = to_channels(next_k, own_tile(3), lane);
+        if (group + 2 == work.groups) prefetch_other_head<Element, W, kBlocks>(job, work, lane);
+        const Unscaled<kSplit> r_channels = to_channels(next_r, own_tile(0), lane);
+        const Unscaled<kSplit> k_channels = to_channels(next_k, own_tile(1), lane);
         if (group + 1 < work.groups) {
             const Place place = work.place(job, group + 1);
             next_r.load(r, place, lane);
@@ -108,26 +108,23 @@ __global__ void __launch_bounds__(32 * kBlocks, forward_occupancy(Element::kSpli
             if constexpr (!Layout::kKeepsRates) load_w(rates, w, place, lane);
         }
 
+        Operand<kSplit> queries[kLevels], own_keys[kLevels];  // of each level, as left factors
 #pragma unroll
         for (int m = 0; m < Meet::kLevels; ++m) {
             if (!Meet::has_level(work.block, m)) continue;
             const Scale<kSplit> scale = scale_across<kSplit, kBlocks>(decay, between, work, group, m, lane);
-            store(r_tile(m), multiply(r_channels, scale), lane);
-            store(k_tile(group & 1, m, work.block), multiply(k_channels, scale), lane);
+            const Operand<kSplit> keys = multiply(k_channels, scale);
+            store(k_tile(group & 1, m, work.block), keys, lane);
+            queries[m] = left_columns(multiply(r_channels, scale), lane);
+            if (Meet::meets_lone(work.block, m)) own_keys[m] = left_columns(keys, lane);
         }
         if constexpr (kChunked) {
 #pragma unroll
             for (int side = 0; side < 2; ++side) {
                 if (!has_state(job, work, side)) continue;
                 const Scale<kSplit> scale = scale_to_chunk<kSplit, kBlocks>(decay, between, work, group, side, lane);
-                store(own_tile(side), multiply(r_channels, scale), lane);
+                sides.put(side, group, left_columns(multiply(r_channels, scale), lane));
             }
-            __syncwarp();
-#pragma unroll
-            for (int side = 0; side < 2; ++side) {
-                if (has_state(job, work, side)) sides.tiles[side][group] = left_columns<kSplit>(own_tile(side), lane);
-            }
-            __syncwarp();
         }
         {
             float r_values[8], k_values[8];
@@ -141,12 +138,8 @@ __global__ void __launch_bounds__(32 * kBlocks, forward_occupancy(Element::kSpli
             const auto add_level = [&](auto level) {
                 constexpr int kLevel = decltype(level)::value;
                 const Scale<kSplit> scale = decay.template inside<kLevel>(lane);
-                const Address tiles = own_tile(kLevel == 4 ? 2 : 0);
-                store(tiles, multiply(r_channels, scale), lane);
-                store(tiles + kTile, multiply(k_channels, scale), lane);
-                __syncwarp();
-                inside.template add_level<kLevel>(left_columns<kSplit>(tiles, lane),
-                                                  right_columns<kSplit>(tiles + kTile, lane), lane);
+                inside.template add_level<kLevel>(left_columns(multiply(r_channels, scale), lane),
+                                                  right_columns(multiply(k_channels, scale), lane), lane);
             };
             add_level(Constant<8>{});
             add_level(Constant<4>{});
@@ -156,13 +149,11 @@ __global__ void __launch_bounds__(32 * kBlocks, forward_occupancy(Element::kSpli
         for_each<Meet::kLevels>([&](auto level) {
             constexpr int m = decltype(level)::value;
             if (!Meet::has_level(work.block, m)) return;
-            const Operand<kSplit> left = left_columns<kSplit>(r_tile(m), lane);
             if (Meet::meets_lone(work.block, m)) {
-                const Operand<kSplit> keys = left_columns<kSplit>(k_tile(group & 1, m, work.block), lane);
-                lone.add_pairs(lone_pairs, left, keys, m, group, lane);
+                lone.add_pairs(lone_pairs, queries[m], own_keys[m], m, group, lane);
             }
             Meet::template for_each_other<m>(work.block, [&](auto slot, int other) {
-                add_product(across[decltype(slot)::value], left,
+                add_product(across[decltype(slot)::value], queries[m],
                             right_columns<kSplit>(k_tile(group & 1, m, other), lane), lane);
             });
         });

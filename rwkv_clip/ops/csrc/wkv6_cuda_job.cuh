@@ -68,7 +68,7 @@ constexpr int forward_occupancy(bool split, int blocks) {
 }
 
 constexpr int backward_occupancy(bool split, int blocks) {
-    return blocks > 4 ? 2 : blocks == 3 ? 3 : (split ? 8 : 12) / blocks;
+    return blocks > 4 ? 2 : (split ? 8 : 12) / blocks;
 }
 
 // How the kBlocks blocks of a chunk meet. At level 16 * 2^m a block meets the blocks of the neighbouring half of 2^m
@@ -171,9 +171,10 @@ __device__ __forceinline__ void load_block(float* totals, const Head<W>& w, cons
     }
 }
 
-// Asks for the inputs of the head whose thread block will start when this one ends, about.
+// Asks for the forward pass's inputs of the head whose thread block will start when this one ends, about. The backward
+// pass gains nothing by it: it is not DRAM that it waits for.
 template <class Element, class W, int kBlocks>
-__device__ __forceinline__ void prefetch_other_head(const Job& job, const Work& work, bool backward, const Lane& lane) {
+__device__ __forceinline__ void prefetch_other_head(const Job& job, const Work& work, const Lane& lane) {
     const WKV6Params& params = job.params;
     const int head = work.head + job.ahead;
     if (head >= params.B * params.H) return;
@@ -187,7 +188,6 @@ __device__ __forceinline__ void prefetch_other_head(const Job& job, const Work& 
         const Place place{token, params.T, 0, params.N};
         prefetch_rows(v, w, place, lane);
         prefetch_rows(Head<Element>(params.r, b, h), Head<Element>(params.k, b, h), place, lane);
-        if (backward) prefetch_rows(Head<Element>(params.gy, b, h), v, place, lane);
     }
 }
 

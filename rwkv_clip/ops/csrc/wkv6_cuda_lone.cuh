@@ -51,15 +51,15 @@ struct Lone {
 
     Address columns;  // [level][group], k and r
     Address rows;     // [level][group][8] of k and r, two channels each: left factors with one column that counts
-    Address values;   // [group], v and gy as columns
-    Address ga;       // [block] two fragments: gA as columns, and as the rows that `rows` are multiplied with
+    Address ga;       // [block]: gA as columns, and as [8] rows that `rows` are multiplied with
     float* floats;    // [row][channel]
     float2* sums;     // [block][channel] for gr, gk
+    Address values;   // [group], v and gy as columns, until gA is there: in the place of the sums
     int channels, N;
 
     static __host__ __device__ constexpr int bytes(int groups) {
         if (!kExists) return 0;
-        const int factors = kBackward ? 5 * groups * kColumnsBytes + 2 * kBlocks * kTileBytes : 2 * groups * kColumnsBytes;
+        const int factors = kBackward ? (4 * groups + 2 * kBlocks) * kColumnsBytes : 2 * groups * kColumnsBytes;
         return factors + groups * 64 * (kTensors + (kBackward ? 2 * kBlocks : 0));
     }
 
@@ -69,11 +69,11 @@ struct Lone {
         const int bytes = work.groups * kColumnsBytes;
         columns = memory;
         rows = columns + 2 * bytes;
-        values = rows + 2 * bytes;
-        ga = values + bytes;
-        const Address after = kBackward ? ga + 2 * kBlocks * kTileBytes : rows;
+        ga = rows + 2 * bytes;
+        const Address after = kBackward ? ga + 2 * kBlocks * kColumnsBytes : rows;
         floats = shared_pointer<float>(after);
-        sums = shared_pointer<float2>(after + kTensors * 4 * channels);
+        values = after + kTensors * 4 * channels;
+        sums = shared_pointer<float2>(values);
     }
 
     __device__ __forceinline__ float* row(Row i) const { return floats + i * channels; }
@@ -204,37 +204,40 @@ struct Lone {
         }
     }
 
-    // gA with the warp's tokens; each lane reads its own.
+    // gA with the warp's tokens.
     __device__ __forceinline__ void write_ga(const LonePairs& pairs, int block, const Lane& lane) const {
         if constexpr (kExists) {
             const LoneWeights key = weights(pairs, 0, lane), query = weights(pairs, 1, lane);
-            const bool is0 = lane.g == 0, is1 = lane.g == 1, is_row = lane.q == 0;
-            const Address to = ga + 2 * block * kTileBytes + lane.straight;
-            store_shared(to, uint4{is0 ? query.left.high[0] : 0u, is0 ? query.left.high[2] : 0u,
-                                   is1 ? key.left.high[0] : 0u, is1 ? key.left.high[2] : 0u});
-            store_shared(to + kTileBytes,
-                         uint4{is_row ? pack_bf16(pairs.sums[0], 0.f) : 0u, is_row ? pack_bf16(pairs.sums[2], 0.f) : 0u,
-                               is_row ? pack_bf16(pairs.sums[1], 0.f) : 0u, is_row ? pack_bf16(pairs.sums[3], 0.f) : 0u});
+            const Address to = ga + 2 * block * kColumnsBytes;
+            if (lane.g == 0) {
+                write_columns_of(to, lane.q, query.left.high[0], query.left.high[2], key.left.high[0],
+                                 key.left.high[2]);
+            }
+            if (lane.q == 0) {
+                store_shared(to + kColumnsBytes + 16 * lane.g,
+                             uint4{pack_bf16(pairs.sums[0], 0.f), pack_bf16(pairs.sums[2], 0.f),
+                                   pack_bf16(pairs.sums[1], 0.f), pack_bf16(pairs.sums[3], 0.f)});
+            }
         }
     }
 
     // At the level at which the block meets the token: what the token adds to the sums for gr and gk of the block's
-    // channel tile, and the block's part of the token's own sums.
+    // channel tile, and the block's part of the token's own sums. zero: 16 bytes of zeros.
     template <bool kSplit>
     __device__ __forceinline__ void add_level(float (&level_r)[8], float (&level_k)[8],
                                               const Operand<kSplit>& scaled_r, const Operand<kSplit>& scaled_k, int m,
-                                              int group, int block, const Lane& lane) const {
+                                              int group, int block, Address zero, const Lane& lane) const {
         if constexpr (kExists) {
-            const Address own = ga + 2 * block * kTileBytes + lane.straight;
+            const Address own = ga + 2 * block * kColumnsBytes;
             const uint4 left = load_shared<uint4>(level(rows, m, group) + 16 * lane.g);
-            const uint4 right = load_shared<uint4>(own + kTileBytes);
+            const uint4 right = load_shared<uint4>(lane.q == 0 ? own + kColumnsBytes + 16 * lane.g : zero);
             const uint32_t k[2] = {left.x, left.y}, r[2] = {left.z, left.w};
             multiply_matrices<8>(level_r, k, right.x, 0u, level_r, lane);
             multiply_matrices<8>(level_r + 4, k, right.y, 0u, level_r + 4, lane);
             multiply_matrices<8>(level_k, r, right.z, 0u, level_k, lane);
             multiply_matrices<8>(level_k + 4, r, right.w, 0u, level_k + 4, lane);
             LonePairs out;
-            out.add(scaled_k.high, scaled_r.high, load_shared<uint4>(own), lane);
+            out.add(scaled_k.high, scaled_r.high, load_columns(own, lane), lane);
             if (lane.q == 0) {
                 float2* to = sums_of(block) + 16 * group + 2 * lane.g;
                 *reinterpret_cast<float4*>(to) = float4{out.sums[0], out.sums[1], out.sums[2], out.sums[3]};

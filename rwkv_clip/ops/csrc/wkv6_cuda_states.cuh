@@ -82,16 +82,44 @@ __device__ __forceinline__ void copy_states_of(StateKind kind, Address to, const
 }
 
 // What a warp multiplies states with, of both sides and all key groups: too much for registers while there are others.
-template <bool kSplit>
+// In shared memory, or in local memory where that lets more thread blocks run at a time.
+template <bool kSplit, bool kShared>
 struct Sides {
     Operand<kSplit> tiles[2][kMaxGroups];
+
+    __device__ __forceinline__ Sides(Address, const Work&, const Lane&) {}
+    __device__ __forceinline__ void put(int side, int group, const Operand<kSplit>& tile) { tiles[side][group] = tile; }
+    __device__ __forceinline__ Operand<kSplit> get(int side, int group) const { return tiles[side][group]; }
+    static __host__ __device__ constexpr int bytes(int, int) { return 0; }
+};
+
+template <bool kSplit>
+struct Sides<kSplit, true> {
+    Address tiles;  // [side][group], the lane's place in the first one
+    int groups;
+
+    __device__ __forceinline__ Sides(Address memory, const Work& work, const Lane& lane)
+        : tiles(memory + work.block * bytes(1, work.groups) + lane.straight), groups(work.groups) {}
+    __device__ __forceinline__ Address at(int side, int group) const {
+        return tiles + (side * groups + group) * Operand<kSplit>::kBytes;
+    }
+    __device__ __forceinline__ void put(int side, int group, const Operand<kSplit>& tile) {
+        store_fragment(at(side, group), tile);
+    }
+    __device__ __forceinline__ Operand<kSplit> get(int side, int group) const {
+        return load_fragment<kSplit>(at(side, group));
+    }
+    static __host__ __device__ constexpr int bytes(int blocks, int groups) {
+        return 2 * blocks * groups * Operand<kSplit>::kBytes;
+    }
 };
 
 // sums[value group] += the sides' tiles times the states of one kind, over all key groups. `copies` is
 // [parity][side][value group] in shared memory; those of key group 0 have been asked for.
-template <bool kSplit, int kBlocks, int kKinds>
-__device__ __forceinline__ void add_states(float (&sums)[kMaxGroups][8], const Sides<kSplit>& sides, Address copies,
-                                           const Job& job, const Work& work, StateKind kind, const Lane& lane) {
+template <bool kSplit, int kBlocks, int kKinds, bool kShared>
+__device__ __forceinline__ void add_states(float (&sums)[kMaxGroups][8], const Sides<kSplit, kShared>& sides,
+                                           Address copies, const Job& job, const Work& work, StateKind kind,
+                                           const Lane& lane) {
     const int bytes = work.groups * Operand<kSplit>::kBytes;
 #pragma unroll 1
     for (int key_group = 0; key_group < work.groups; ++key_group) {
@@ -103,7 +131,7 @@ __device__ __forceinline__ void add_states(float (&sums)[kMaxGroups][8], const S
 #pragma unroll
         for (int side = 0; side < 2; ++side) {
             if (!has_state(job, work, side)) continue;
-            const Operand<kSplit> left = sides.tiles[side][key_group];
+            const Operand<kSplit> left = sides.get(side, key_group);
             for_each<kMaxGroups>([&](auto value_group) {
                 constexpr int kGroup = decltype(value_group)::value;
                 if (kGroup >= work.groups) return;

@@ -306,6 +306,27 @@ __device__ __forceinline__ void set_channels(float* row, float first, float seco
     *reinterpret_cast<float2*>(row + 2 * lane.g) = float2{first, second};
 }
 
+// The same of a tile in registers.
+template <bool kSplit, bool kCrossed>
+__device__ __forceinline__ Operand<kSplit> transposed_tile(const Operand<kSplit>& tile, const Lane& lane) {
+    Operand<kSplit> out;
+#pragma unroll
+    for (int a = 0; a < 4; ++a) {
+        const int from = kCrossed ? a >> 1 | (a & 1) << 1 : a;
+        out.high[a] = transposed(tile.high[from], lane);
+        if constexpr (kSplit) out.low[a] = transposed(tile.low[from], lane);
+    }
+    return out;
+}
+template <bool kSplit>
+__device__ __forceinline__ Operand<kSplit> left_columns(const Operand<kSplit>& tile, const Lane& lane) {
+    return transposed_tile<kSplit, true>(tile, lane);
+}
+template <bool kSplit>
+__device__ __forceinline__ Operand<kSplit> right_columns(const Operand<kSplit>& tile, const Lane& lane) {
+    return transposed_tile<kSplit, false>(tile, lane);
+}
+
 // A tile in which each lane's registers lie together, so that a lane can read elsewhere instead.
 template <bool kSplit>
 __device__ __forceinline__ void store_fragment(Address fragment, const Operand<kSplit>& operand) {
@@ -423,9 +444,7 @@ __device__ __forceinline__ Unscaled<Element::kSplit> to_channels(const Rows<Elem
             keys.high[half] = lower_halves(rows.row[half].x, rows.row[half].y);
             keys.high[2 + half] = upper_halves(rows.row[half].x, rows.row[half].y);
         }
-        store(tile, keys, lane);
-        __syncwarp();
-        return left_columns<false>(tile, lane);
+        return left_columns(keys, lane);
     } else {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -472,9 +491,7 @@ __device__ __forceinline__ void write_columns(const Head<Element>& head, const P
     if constexpr (!Element::kSplit) {
         Operand<false> operand;
         set_values(operand, values);
-        store(scratch, operand, lane);
-        __syncwarp();
-        const Operand<false> out = load_transposed_tile<false, false>(scratch, lane);
+        const Operand<false> out = transposed_tile<false, false>(operand, lane);
         const auto row = [](uint32_t even, uint32_t odd) {
             return uint2{lower_halves(even, odd), upper_halves(even, odd)};
         };

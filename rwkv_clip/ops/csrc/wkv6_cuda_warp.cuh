@@ -302,6 +302,19 @@ __device__ __forceinline__ void store_matrices(Address matrices, const uint32_t 
 #endif
 }
 
+// An 8x8 matrix transposed in registers: shared memory is the busiest part of these kernels.
+__device__ __forceinline__ uint32_t transposed(uint32_t matrix, const Lane& lane) {
+#if WKV6_TENSOR_CORES
+    uint32_t out;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(matrix));
+    return out;
+#else
+    const int from = 8 * lane.q + (lane.g >> 1), shift = 16 * (lane.g & 1);
+    const uint32_t first = __shfl_sync(kAllLanes, matrix, from), second = __shfl_sync(kAllLanes, matrix, from + 4);
+    return (first >> shift & 0xffffu) | second >> shift << 16;
+#endif
+}
+
 // out[16x8] = a[16 x kDepth] b[kDepth x 8] + c[16x8]; a, b in bf16, in the register layouts of mma.m16n8k16 and
 // mma.m16n8k8 (b1, a[2] and a[3] are not read then). out and c may be the same.
 template <int kDepth>

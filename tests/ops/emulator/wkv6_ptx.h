@@ -65,4 +65,11 @@ inline uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
     return out;
 }
 
+// movmatrix.trans: lane 4g+q has elements (g, 2q) and (g, 2q+1) before, (2q, g) and (2q+1, g) after.
+inline uint32_t transposed_matrix(uint32_t matrix) {
+    const int lane = emulator::block->current & 31, from = 8 * (lane & 3) + (lane >> 3), shift = (lane >> 2 & 1) * 16;
+    const uint32_t first = __shfl_sync(~0u, matrix, from), second = __shfl_sync(~0u, matrix, from + 4);
+    return (first >> shift & 0xffffu) | second >> shift << 16;
+}
+
 }  // namespace
