@@ -100,8 +100,7 @@ static Plan make_plan(const WKV6Params& params, bool backward) {
     }
     plan.last_blocks = total - (plan.chunks - 1) * plan.blocks;
     if (!plan.chunked() || plan.last_blocks > 2) plan.last_blocks = plan.blocks;
-    plan.ahead = device.multiprocessors *
-                 (backward ? backward_occupancy(split, plan.blocks) : forward_occupancy(split, plan.blocks));
+    plan.ahead = device.multiprocessors * forward_occupancy(split, plan.blocks);
     const size_t heads = static_cast<size_t>(params.B) * params.H;
     if (plan.chunks > 1) {
         const size_t tiles = heads * plan.chunks * plan.groups * plan.groups;

@@ -128,7 +128,7 @@ __device__ __forceinline__ Operand<true> pair_weights(const Operand<true>& scale
 }
 
 template <class Element, class W, int kBlocks, bool kChunked>
-__global__ void __launch_bounds__(32 * kBlocks, backward_occupancy(Element::kSplit, kBlocks))
+__global__ void __launch_bounds__(32 * kBlocks, backward_occupancy(Element::kSplit, kBlocks, kChunked))
     backward_kernel(const __grid_constant__ Job job) {
     const Address shared = shared_memory();
     constexpr bool kSplit = Element::kSplit;
@@ -306,6 +306,11 @@ __global__ void __launch_bounds__(32 * kBlocks, backward_occupancy(Element::kSpl
         const BlockDecay<kSplit> decay(rates, lane);
         const Unscaled<kSplit> r_channels = to_channels(next_r, own_tile(2), lane);
         const Unscaled<kSplit> k_channels = to_channels(next_k, own_tile(3), lane);
+        if constexpr (kSplit) {
+            inside.add_near(k_channels, r_channels, u + 16 * group, lane);
+        } else {
+            inside.add_near(next_k.keys(), next_r.keys(), u + 16 * group, lane);
+        }
         const auto load_next = [&]() {
             if (group + 1 == work.groups) return;
             const Place next = work.place(job, group + 1);
@@ -340,7 +345,6 @@ __global__ void __launch_bounds__(32 * kBlocks, backward_occupancy(Element::kSpl
                 gr_sums[i] = u_ga * k_values[i];
                 gk_sums[i] = u_ga * r_values[i];
             }
-            inside.add_near(k_values, r_values, u_values);
         }
         if (Meet::kLone || !work.alone) {
             const Address ga = pairs_of_level(1);
@@ -417,15 +421,15 @@ __global__ void __launch_bounds__(32 * kBlocks, backward_occupancy(Element::kSpl
             float level_r[8] = {}, level_k[8] = {};
             const Operand<kSplit> scaled_r = left_rows<kSplit>(r_tile(m, work.block), lane);
             const Operand<kSplit> scaled_k = left_rows<kSplit>(k_tile(m, work.block), lane);
-            const Operand<kSplit> left = left_columns(scaled_k, lane);
+            const Operand<kSplit> left = left_columns<kSplit>(k_tile(m, work.block), lane);
             if (Meet::meets_lone(work.block, m)) {
-                lone.add_pairs(lone_pairs, left_columns(scaled_r, lane), left, m, group, lane);
+                lone.add_pairs(lone_pairs, left_columns<kSplit>(r_tile(m, work.block), lane), left, m, group, lane);
                 lone.add_level(level_r, level_k, scaled_r, scaled_k, m, group, work.block, shared + Layout::kZero,
                                lane);
             }
             Meet::template for_each_other<m>(work.block, [&](auto slot, int other) {
                 const Operand<kSplit> other_r = left_rows<kSplit>(r_tile(m, other), lane);
-                add_product(across[decltype(slot)::value], left, right_columns(other_r, lane), lane);
+                add_product(across[decltype(slot)::value], left, right_columns<kSplit>(r_tile(m, other), lane), lane);
                 add_product(level_r, left_rows<kSplit>(k_tile(m, other), lane),
                             right_rows<kSplit>(ga_tile(work.block, other), lane), lane);
                 add_product(level_k, other_r, right_columns<kSplit>(ga_tile(other, work.block), lane), lane);
@@ -490,6 +494,7 @@ __global__ void __launch_bounds__(32 * kBlocks, backward_occupancy(Element::kSpl
                 beyond[1] += counts ? two.y : 0.f;
             }
         }
+        if constexpr (Layout::kKeepsRates) load_rates(rates, rates_tile(group), lane);  // again, to save registers
         {
             const int channel = place.first_channel + 2 * lane.g, token = place.first_token + 4 * lane.q;
             char* to = gw.at(token, channel);

@@ -15,8 +15,7 @@ struct ForwardLayout {
     static constexpr int kOwn = kScaledK + 2 * kLevels * kBlocks * kTile;  // [block][2], float32 and float16 only
     static constexpr int kFixed = kOwn + (kSplit ? 2 * kBlocks * kTile : 0);
     static constexpr bool kKeepsRates = !kSplit && !kChunked;  // instead of reading w twice; the others have no room
-    static constexpr bool kSharedSides = !kSplit;
-    int u, totals, between, v, rates, lone, states, sides, bytes;
+    int u, totals, between, v, rates, lone, states, bytes;
 
     __host__ __device__ explicit ForwardLayout(int groups) {
         u = kFixed;                                                              // [channel], float
@@ -26,8 +25,7 @@ struct ForwardLayout {
         rates = v + kBlocks * groups * kTile;                                    // [group][block]
         lone = rates + (kKeepsRates ? kBlocks * groups * kRatesBytes : 0);       // see Lone
         states = lone + Lone<kBlocks, false>::bytes(groups);                     // [parity][side][value group]
-        sides = states + (kChunked ? 4 * groups * kTile : 0);                    // see Sides
-        bytes = sides + (kChunked ? Sides<kSplit, kSharedSides>::bytes(kBlocks, groups) : 0);
+        bytes = states + (kChunked ? 4 * groups * kTile : 0);
     }
 };
 
@@ -58,10 +56,10 @@ __global__ void __launch_bounds__(32 * kBlocks, forward_occupancy(Element::kSpli
     const auto rates_tile = [&](int group) {
         return shared + layout.rates + (group * kBlocks + work.block) * kRatesBytes;
     };
-    Sides<kSplit, Layout::kSharedSides> sides(shared + layout.sides, work, lane);  // of r
+    Sides<kSplit, false> sides(shared, work, lane);  // of r
     const Lone<kBlocks, false> lone(shared + layout.lone, job, work);
 
-    if (work.head < job.ahead) prefetch_rows(r, k, work.place(job, 0), lane);
+    if (!kChunked && work.head < job.ahead) prefetch_rows(r, k, work.place(job, 0), lane);
     if constexpr (kChunked) copy_states<kSplit, kBlocks, 1>(states, job, work, 0);
     const Head<Element> values[1] = {v};
     const auto last_token = lone.load(r, k, v, v);
@@ -98,9 +96,14 @@ __global__ void __launch_bounds__(32 * kBlocks, forward_occupancy(Element::kSpli
             to_rates(rates);
         }
         const BlockDecay<kSplit> decay(rates, lane);
-        if (group + 2 == work.groups) prefetch_other_head<Element, W, kBlocks>(job, work, lane);
+        if (!kChunked && group + 2 == work.groups) prefetch_other_head<Element, W, kBlocks>(job, work, lane);
         const Unscaled<kSplit> r_channels = to_channels(next_r, own_tile(0), lane);
         const Unscaled<kSplit> k_channels = to_channels(next_k, own_tile(1), lane);
+        if constexpr (kSplit) {
+            inside.add_near(r_channels, k_channels, u + 16 * group, lane);
+        } else {
+            inside.add_near(next_r.keys(), next_k.keys(), u + 16 * group, lane);
+        }
         if (group + 1 < work.groups) {
             const Place place = work.place(job, group + 1);
             next_r.load(r, place, lane);
@@ -125,14 +128,6 @@ __global__ void __launch_bounds__(32 * kBlocks, forward_occupancy(Element::kSpli
                 const Scale<kSplit> scale = scale_to_chunk<kSplit, kBlocks>(decay, between, work, group, side, lane);
                 sides.put(side, group, left_columns(multiply(r_channels, scale), lane));
             }
-        }
-        {
-            float r_values[8], k_values[8];
-            get_values(r_values, r_channels);
-            get_values(k_values, k_channels);
-            const float2 two = of_channels(u + 16 * group, lane);
-            const float u_values[2] = {two.x, two.y};
-            inside.add_near(r_values, k_values, u_values);
         }
         if (Meet::kLone || !work.alone) {
             const auto add_level = [&](auto level) {

@@ -15,7 +15,7 @@ struct Job {
     int chunks;           // in the sequence
     int chunk_blocks;     // in a chunk; a thread block of the last one may have fewer
     int first_chunk;      // of the launch
-    int ahead;            // thread blocks on the device at a time, about: which head's data a block asks for
+    int ahead;            // forward thread blocks on the device at a time, about: which head's data a block asks for
     char* states;         // see wkv6_cuda_states.cuh
     float* gu_parts;      // [head, chunk, N]
     float* chunk_decays;  // [head, kind of state, chunk, channel]
@@ -67,8 +67,8 @@ constexpr int forward_occupancy(bool split, int blocks) {
     return blocks > 4 ? (split ? 2 : 3) : (split ? 12 : 16) / blocks;
 }
 
-constexpr int backward_occupancy(bool split, int blocks) {
-    return blocks > 4 ? 2 : (split ? 8 : 12) / blocks;
+constexpr int backward_occupancy(bool split, int blocks, bool chunked) {
+    return blocks > 4 ? 2 : (split || chunked ? 8 : 12) / blocks;
 }
 
 // How the kBlocks blocks of a chunk meet. At level 16 * 2^m a block meets the blocks of the neighbouring half of 2^m
@@ -276,7 +276,8 @@ __device__ __forceinline__ void load_u(float* to, const Job& job, const Work& wo
 // at the level at which its tokens meet. Rows 8 half + g and columns 8 half + 2q, + 1 of a lane are tokens of the quads
 // g / 2 and q of the block: those in other quads meet at level 8 or 4, those in the same one at level 2 or 1.
 struct PairsInside {
-    float weights[8] = {};    // levels 2, 4, 8
+    float weights[8] = {};
+    // What products of split operands would not give exactly enough, of float32 and float16:
     float diagonal[4] = {};   // the lane's four tokens with themselves
     float neighbour[4] = {};  // the lane's four tokens (rows) with their partners in level 1 (columns)
 
@@ -295,34 +296,60 @@ struct PairsInside {
         }
     }
 
-    // Values of the channel tiles of rows and columns; u of the lane's two channels.
-    __device__ __forceinline__ void add_near(const float (&rows)[8], const float (&columns)[8], const float (&u)[2]) {
+    // Level 1 and the tokens with themselves, of token tiles; u of the group's channels.
+    __device__ __forceinline__ void add_near(const Operand<false>& rows, const Operand<false>& columns, const float* u,
+                                             const Lane& lane) {
+        const float4 u_channels = *reinterpret_cast<const float4*>(u + 4 * lane.q);
+        add_near_product(rows, right_rows(columns), false, lane);
+        add_near_product(rows, right_rows(multiply_channels(columns, u_channels)), true, lane);
+    }
+
+    __device__ __forceinline__ void add_near_product(const Operand<false>& left, const Operand<false>& right,
+                                                     bool diagonal, const Lane& lane) {
+        float sums[8];
+        product(sums, left, right, weights, lane);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {  // row half and column half the same
+#pragma unroll
+            for (int i = 6 * half; i < 6 * half + 2; ++i) {
+                const bool mine = (lane.g >> 1) == lane.q && ((lane.g & 1) == (i & 1)) == diagonal;
+                weights[i] = mine ? sums[i] : weights[i];
+            }
+        }
+    }
+
+    // The same of channel tiles.
+    __device__ __forceinline__ void add_near(const Exact& rows, const Exact& columns, const float* u,
+                                             const Lane& lane) {
+        const float2 two = of_channels(u, lane);
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             const int t = 2 * (i >> 2) + (i & 1);
-            diagonal[t] += rows[i] * columns[i] * u[i >> 1 & 1];
-            neighbour[t] += rows[i] * columns[i ^ 1];
+            diagonal[t] += rows.values[i] * columns.values[i] * (i >> 1 & 1 ? two.y : two.x);
+            neighbour[t] += rows.values[i] * columns.values[i ^ 1];
         }
     }
 
     template <bool kSplit>
     __device__ __forceinline__ Operand<kSplit> result(const Lane& lane) {
+        if constexpr (kSplit) {
 #pragma unroll
-        for (int t = 0; t < 4; ++t) {
-            diagonal[t] += from_lane_xor<4>(diagonal[t]);
-            diagonal[t] += from_lane_xor<8>(diagonal[t]);
-            diagonal[t] += from_lane_xor<16>(diagonal[t]);
-            neighbour[t] += from_lane_xor<4>(neighbour[t]);
-            neighbour[t] += from_lane_xor<8>(neighbour[t]);
-            neighbour[t] += from_lane_xor<16>(neighbour[t]);
-        }
-        // Row 8 half + g is the lane's token 2 half + g % 2 where g / 2 = q.
-        if ((lane.g >> 1) == lane.q) {
+            for (int t = 0; t < 4; ++t) {
+                diagonal[t] += from_lane_xor<4>(diagonal[t]);
+                diagonal[t] += from_lane_xor<8>(diagonal[t]);
+                diagonal[t] += from_lane_xor<16>(diagonal[t]);
+                neighbour[t] += from_lane_xor<4>(neighbour[t]);
+                neighbour[t] += from_lane_xor<8>(neighbour[t]);
+                neighbour[t] += from_lane_xor<16>(neighbour[t]);
+            }
+            // Row 8 half + g is the lane's token 2 half + g % 2 where g / 2 = q.
+            if ((lane.g >> 1) == lane.q) {
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int i = 6 * half;  // row half and column half the same
-                weights[i] = lane.g & 1 ? neighbour[2 * half + 1] : diagonal[2 * half];
-                weights[i + 1] = lane.g & 1 ? diagonal[2 * half + 1] : neighbour[2 * half];
+                for (int half = 0; half < 2; ++half) {
+                    const int i = 6 * half;  // row half and column half the same
+                    weights[i] = lane.g & 1 ? neighbour[2 * half + 1] : diagonal[2 * half];
+                    weights[i + 1] = lane.g & 1 ? diagonal[2 * half + 1] : neighbour[2 * half];
+                }
             }
         }
         Operand<kSplit> out;

@@ -229,7 +229,7 @@ __global__ void __launch_bounds__(32 * kBlocks, kBlocks == 4 ? 3 : 1) states_ker
             const int blocks = min((params.T + 15) / 16 - chunk * kBlocks, kBlocks);  // with tokens
             const bool is_empty = work.block >= blocks;
             const bool has_previous = chunk > 0, has_next = chunk + 1 < job.chunks;
-            if (has_next) {
+            if (!kBackward && has_next) {
                 prefetch_rows(keys, values, place_in(chunk + 1, 0), lane);
                 prefetch_rows(w, w, place_in(chunk + 1, 0), lane);
             }

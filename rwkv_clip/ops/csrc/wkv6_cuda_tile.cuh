@@ -165,6 +165,18 @@ __device__ __forceinline__ void keep_half_pairs(Operand<true>& right, uint32_t m
     right.low[3] &= mask;
 }
 
+// A token tile in registers as a right factor, its tokens as n.
+__device__ __forceinline__ Operand<false> right_rows(const Operand<false>& tile) {
+    return Operand<false>{{tile.high[0], tile.high[2], tile.high[1], tile.high[3]}};
+}
+
+// Multiplies a token tile of keys by a factor per channel, of which the lane has channels 4q ... 4q+3.
+__device__ __forceinline__ Operand<false> multiply_channels(const Operand<false>& tile, const float4& by) {
+    const uint32_t even = pack_bf16(by.x, by.z), odd = pack_bf16(by.y, by.w);
+    return Operand<false>{{mul_bf16(tile.high[0], even), mul_bf16(tile.high[1], even), mul_bf16(tile.high[2], odd),
+                           mul_bf16(tile.high[3], odd)}};
+}
+
 // The factors by which a level scales a channel tile: rounded where the operands are.
 template <bool kSplit>
 struct Scale {
@@ -376,6 +388,10 @@ __device__ __forceinline__ T* as(char* address) {
 #endif
 }
 
+// The lower or the upper halves of two registers.
+__device__ __forceinline__ uint32_t lower_halves(uint32_t a, uint32_t b) { return (a & 0xffffu) | b << 16; }
+__device__ __forceinline__ uint32_t upper_halves(uint32_t a, uint32_t b) { return a >> 16 | (b & 0xffff0000u); }
+
 // Where a warp's tile lies: tokens first_token + 0 ... 15, channels first_channel + 0 ... 15, zero outside T and N.
 struct Place {
     int first_token, T, first_channel, N;
@@ -412,11 +428,13 @@ struct Rows {
         }
         return out;
     }
-};
 
-// The lower or the upper halves of two registers.
-__device__ __forceinline__ uint32_t lower_halves(uint32_t a, uint32_t b) { return (a & 0xffffu) | b << 16; }
-__device__ __forceinline__ uint32_t upper_halves(uint32_t a, uint32_t b) { return a >> 16 | (b & 0xffff0000u); }
+    // The same of bf16 with the channels in the order of keys.
+    __device__ __forceinline__ Operand<false> keys() const {
+        return Operand<false>{{lower_halves(row[0].x, row[0].y), lower_halves(row[1].x, row[1].y),
+                               upper_halves(row[0].x, row[0].y), upper_halves(row[1].x, row[1].y)}};
+    }
+};
 
 // Asks for all channels of the block's tokens of two tensors.
 template <class A, class B>
@@ -438,13 +456,7 @@ template <class Element>
 __device__ __forceinline__ Unscaled<Element::kSplit> to_channels(const Rows<Element>& rows, Address tile,
                                                                  const Lane& lane) {
     if constexpr (!Element::kSplit) {
-        Operand<false> keys;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            keys.high[half] = lower_halves(rows.row[half].x, rows.row[half].y);
-            keys.high[2 + half] = upper_halves(rows.row[half].x, rows.row[half].y);
-        }
-        return left_columns(keys, lane);
+        return left_columns(rows.keys(), lane);
     } else {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
