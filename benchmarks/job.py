@@ -89,7 +89,8 @@ def _run(settings: Settings, run: Path) -> None:
     command += ["--model", settings.model, "--train-data", str(settings.data), "--output", str(run)]
     command += ["--deepspeed_config", str(settings.config), "--batch-size", str(settings.batch_size)]
     command += ["--max-steps-per-epoch", str(steps_per_epoch), "--epochs", str(math.ceil(steps / steps_per_epoch))]
-    command += ["--save-every", "1000000", "--log-every", str(settings.log_every)]
+    # Made-up pairs have nothing to teach: a rate worth training with only drives fp16 beyond its range.
+    command += ["--lr", "1e-5", "--save-every", "1000000", "--log-every", str(settings.log_every)]
     command += ["--profile", f"{settings.profile_from}:{settings.profile_from + 3}", *settings.flags]
     environment = dict(os.environ, RWKV_CLIP_REPLAY_AFTER=str(settings.replay_after), PYTHONUNBUFFERED="1")
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])

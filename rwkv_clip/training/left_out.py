@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
+
+from .distributed import CommonError
 
 
 class LeftOutSteps:
@@ -59,3 +63,21 @@ def share_left_out(count: int, steps: int) -> str | None:
         f"{count:,} of the run's {steps:,} steps ({100 * count / steps:.3g} %) were left out, as a gradient was NaN or "
         "Inf: the weights have learned nothing from their records; lower --lr if they are many"
     )
+
+
+@contextlib.contextmanager
+def scale_errors(step: int) -> Iterator[None]:
+    """Around a step: DeepSpeed's exception when fp16's loss scale can become no smaller, as one line of every rank.
+
+    Steps are left out while the scale is halved; the exception says that no scale helps.
+    """
+    try:
+        yield
+    except Exception as error:
+        if "loss scale already at minimum" not in str(error):
+            raise
+        raise CommonError(
+            f"step {step}: gradients or the loss are beyond fp16 at the smallest loss scale, so that no step can be "
+            "applied any more: train in bf16 (ds_configs/zero1_bf16.json), or from an earlier save with a lower --lr "
+            "or a longer --warmup"
+        ) from error

@@ -10,7 +10,7 @@ import argparse
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,15 +19,15 @@ from torch import Tensor
 
 from ..data.loader import Batch, Loader
 from ..evaluation.table import score_summary
+from .batches import IdleClock, MicroBatches
 from .checkpoint import Checkpoints, Position
 from .distributed import CommonError, World
 from .ema import WeightAverage
-from .left_out import LeftOutSteps, share_left_out
+from .left_out import LeftOutSteps, scale_errors, share_left_out
 from .log import duration, logger
 from .metrics import ClosedInterval, Interval, MetricWriter
 from .optimizer import learning_rates
 from .profile import StepProfiler
-from .readback import idle_check
 from .signals import Agreement, StopRequest
 from .spikes import LossSpikes
 from .step import StepResult, train_step
@@ -65,35 +65,6 @@ class Parts:
     stop: StopRequest
 
 
-class MicroBatches(Sequence[Batch]):
-    """The micro batches of one step, each taken from the loader when it is first asked for.
-
-    So the device computes on one while the next is made ready.
-    """
-
-    def __init__(self, loader: Loader, batches: Iterator[Batch], device: torch.device) -> None:
-        self._loader = loader
-        self._batches = batches
-        self._device = device
-        self._taken: list[Batch] = []
-        self.seconds_waited = 0.0
-        """For batches to be ready. Not counted: feeding, and waiting at whose end the device still had older work."""
-
-    def __len__(self) -> int:
-        return self._loader.accumulation_steps
-
-    def __getitem__(self, number: int) -> Batch:
-        if not 0 <= number < len(self):
-            raise IndexError(number)
-        while len(self._taken) <= number:
-            self._loader.work_ahead()
-            started, is_idle = time.perf_counter(), idle_check(self._device)
-            self._taken.append(next(self._batches))
-            if is_idle():
-                self.seconds_waited += time.perf_counter() - started
-        return self._taken[number]
-
-
 class Loop:
     """Trains from a position to the end of the last epoch, or until asked to stop."""
 
@@ -107,6 +78,7 @@ class Loop:
         self.total_steps = total_steps(position, args.epochs, self._steps_per_epoch, self._global_batch)
         self._evaluation_due = evaluation_due
         self._agreement = Agreement(parts.world.device)
+        self._idle = IdleClock(parts.world.device)
         self._unwritten: ClosedInterval | None = None
         self._unsettled: tuple[int, StepResult, list[int]] | None = None
         """Epoch, result and first records of the last step, until it is known whether it was applied."""
@@ -148,9 +120,10 @@ class Loop:
 
     def _step(self, epoch: int, step_of_epoch: int, batches: Iterator[Batch]) -> None:
         parts = self._parts
-        micro_batches = MicroBatches(parts.loader, batches, parts.world.device)
+        micro_batches = MicroBatches(parts.loader, batches, self._idle)
         rates = learning_rates(parts.engine.basic_optimizer.param_groups)
-        result = train_step(parts.engine, micro_batches, parts.loss, self._args.accumulation, self._meanwhile)
+        with scale_errors(self.position.step + 1):
+            result = train_step(parts.engine, micro_batches, parts.loss, self._args.accumulation, self._meanwhile)
         ended = step_of_epoch + 1 == self._steps_per_epoch
         self.position = Position(
             step=self.position.step + 1,
@@ -158,7 +131,7 @@ class Loop:
             samples=0 if ended else (step_of_epoch + 1) * self._global_batch,
         )
         captions = torch.cat([batch.caption_index for batch in micro_batches])
-        parts.interval.add(self.position.step, result, rates, micro_batches.seconds_waited, captions)
+        parts.interval.add(self.position.step, result, rates, self._idle.seconds(), captions)
         self._unsettled = (epoch, result, micro_batches[0].ids[:3].tolist())
         if parts.average is not None or not result.outcome.is_pending:
             self._settle()

@@ -203,7 +203,9 @@ class Interval:
             if self._captions:
                 dist.all_reduce(self._caption_sums)
         values = [value for _, row in self._steps for value in row.values() if isinstance(value, Tensor)]
-        numbers = torch.cat([torch.stack([value.float().reshape(()) for value in values]), self._caption_sums.view(-1)])
+        # An offloaded optimizer's gradient norm is on the host.
+        one_by_one = [value.to(self._device, torch.float32, non_blocking=True).reshape(()) for value in values]
+        numbers = torch.cat([torch.stack(one_by_one), self._caption_sums.view(-1)])
         speed = len(self._steps) * self._samples_per_step / seconds
         summary = {
             "samples_per_second": speed,

@@ -1,4 +1,4 @@
-"""What the device has done so far, asked without waiting for work that was launched later."""
+"""Numbers of the device, read without waiting for work that was launched later."""
 
 from __future__ import annotations
 
@@ -22,12 +22,3 @@ def on_the_way(numbers: Tensor) -> Callable[[], list[float]]:
         return there.tolist()
 
     return read
-
-
-def idle_check(device: torch.device) -> Callable[[], bool]:
-    """Later tells whether the device is through with all that was launched by now; a CPU always is."""
-    if device.type == "cpu":
-        return lambda: True
-    reached = torch.cuda.Event()
-    reached.record()
-    return reached.query

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
-from rwkv_clip.training.left_out import LeftOutSteps, share_left_out
+from rwkv_clip.training.distributed import CommonError
+from rwkv_clip.training.left_out import LeftOutSteps, scale_errors, share_left_out
 
 
 def test_a_row_is_counted_from_its_first_step_and_ends_with_a_step_that_was_applied() -> None:
@@ -36,3 +38,11 @@ def test_the_share_of_left_out_steps_is_told_if_there_were_any() -> None:
     assert share_left_out(0, 100) is None
     assert share_left_out(7, 8).startswith("7 of the run's 8 steps (87.5 %) were left out")
     assert "(0.05 %)" in share_left_out(1, 2000) and "(100 %)" in share_left_out(8, 8)
+
+
+def test_the_smallest_loss_scale_is_one_line_and_other_errors_pass() -> None:
+    scaler = DynamicLossScaler(1.0, 1000, 1.0, 1, consecutive_hysteresis=False)
+    with pytest.raises(CommonError, match=r"^step 7: .* fp16 .* train in bf16"), scale_errors(7):
+        scaler.update_scale(overflow=True)
+    with pytest.raises(ZeroDivisionError), scale_errors(7):
+        raise ZeroDivisionError

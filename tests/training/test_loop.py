@@ -86,39 +86,6 @@ def test_an_interval_is_written_once_while_the_device_works_on_the_next_step_or_
     assert list(written) == [1]
 
 
-def test_a_micro_batch_is_taken_when_it_is_asked_for_and_feeding_is_no_waiting(monkeypatch) -> None:
-    clock, calls = [0.0], []
-
-    def spend(seconds: float, name: str) -> str:
-        calls.append(name)
-        clock[0] += seconds
-        return name
-
-    monkeypatch.setattr(loop.time, "perf_counter", lambda: clock[0])
-    loader = SimpleNamespace(accumulation_steps=2, work_ahead=lambda: spend(5.0, "feed"))
-    names = ("first", "second", "of the next step")
-    batches = loop.MicroBatches(loader, (spend(1.0, name) for name in names), torch.device("cpu"))
-    assert len(batches) == 2 and not calls
-    assert next(iter(batches)) == "first" and calls == ["feed", "first"]
-    assert list(batches) == list(batches) == ["first", "second"]
-    assert calls == ["feed", "first", "feed", "second"] and batches.seconds_waited == 2.0
-
-
-def test_waiting_while_the_device_has_work_is_not_counted(monkeypatch) -> None:
-    clock, states = [0.0], iter([False, True])
-
-    def late_batches():
-        while True:
-            clock[0] += 1.0
-            yield "batch"
-
-    monkeypatch.setattr(loop.time, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(loop, "idle_check", lambda device: lambda: next(states))
-    loader = SimpleNamespace(accumulation_steps=2, work_ahead=lambda: None)
-    batches = loop.MicroBatches(loader, late_batches(), torch.device("cuda"))
-    assert list(batches) == ["batch"] * 2 and batches.seconds_waited == 1.0
-
-
 def test_a_loss_spike_is_marked_in_the_log_and_counted_from_its_step_on(monkeypatch) -> None:
     losses = [2.0] * 40 + [3.0] + [2.0] * 3
     warnings, written, state, lines = logged(losses, monkeypatch)
