@@ -34,9 +34,11 @@ def extension(builder):
     from deepspeed.ops.op_builder.builder import CUDAMismatchException
 
     try:
-        return builder.builder()
+        made = builder.builder()
     except CUDAMismatchException as error:
         sys.exit(f"error: {error} To try all the same: DS_SKIP_CUDA_CHECK=1")
+    made.extra_link_args = builder.extra_ldflags()  # which CPUOpBuilder leaves out
+    return made
 
 
 def ahead_of_time() -> dict:

@@ -48,6 +48,11 @@ class RWKVOpBuilder:
     def include_paths(self) -> list[str]:
         return [CSRC]
 
+    def extra_ldflags(self) -> list[str]:
+        # Where the compiler has libstdc++ as a static library only, the op gets a copy of it. Were its symbols visible,
+        # some would be bound to those of torch's libstdc++ instead, and an op that raises would end the process.
+        return ["-Wl,--exclude-libs,ALL"]
+
     def missing_for_build(self) -> list[str]:
         """What the machine lacks to compile the op, one line each."""
         return []
@@ -89,7 +94,14 @@ class RWKVOpBuilder:
         So two versions of the sources or of torch never share a folder, nor do two installations, which ninja would
         rebuild in turn. One build serves every head size and length.
         """
-        settings = (ROOT, sys.version_info[:2], torch.__version__, torch.version.cuda, self.target())
+        settings = (
+            ROOT,
+            sys.version_info[:2],
+            torch.__version__,
+            torch.version.cuda,
+            self.target(),
+            self.extra_ldflags(),
+        )
         digest = hashlib.sha256(repr(settings).encode())
         for pattern in self.FILES:
             for path in sorted(ROOT.glob(pattern)):

@@ -29,10 +29,7 @@ class WKV6CPUBuilder(RWKVOpBuilder, CPUOpBuilder):
         return ["-O3", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
 
     def extra_ldflags(self) -> list[str]:
-        return ["-fopenmp"]
-
-    def libraries_args(self) -> list[str]:
-        return ["gomp"]  # ahead of time, where CPUOpBuilder passes no linker flags
+        return ["-fopenmp", *super().extra_ldflags()]
 
     def missing_for_build(self) -> list[str]:
         return toolchain.missing_for_cpp()

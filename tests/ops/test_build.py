@@ -266,3 +266,29 @@ def test_deepspeed_does_not_take_our_op_builder_for_its_own():
     run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert run.stdout.splitlines()[0] == "False False", run.stderr
     assert run.stdout.splitlines()[-1].startswith("deepspeed.ops.op_builder")
+
+
+def exported(library: Path) -> str:
+    return subprocess.run(["nm", "-D", "--defined-only", library], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.skipif(shutil.which("g++") is None or shutil.which("nm") is None, reason="needs g++ and nm")
+def test_a_static_libstdcpp_inside_an_op_is_not_seen_by_others(tmp_path):
+    source = tmp_path / "raises.cpp"
+    source.write_text('#include <stdexcept>\nextern "C" void raises() { throw std::runtime_error("x"); }\n')
+    command = ["g++", "-shared", "-fPIC", "-static-libstdc++", source, "-o"]
+    for name, flags in (("open", []), ("op", WKV6CPUBuilder().extra_ldflags())):
+        run = subprocess.run([*command, tmp_path / f"{name}.so", *flags], capture_output=True, text=True)
+        if "cannot find -lstdc++" in run.stderr:
+            pytest.skip("the compiler has no static libstdc++")
+        assert run.returncode == 0, run.stderr
+    assert " __cxa_throw" in exported(tmp_path / "open.so")
+    symbols = exported(tmp_path / "op.so")
+    assert " raises" in symbols and "__cxa" not in symbols and "_ZNSt" not in symbols
+
+
+def test_every_build_of_an_op_hides_what_static_libraries_bring(tmp_path):
+    status, _, err = finish(start_stub(environment(tmp_path)))
+    assert status == 0, err
+    assert "--exclude-libs,ALL" in next(tmp_path.rglob("build.ninja")).read_text()
+    assert all("-Wl,--exclude-libs,ALL" in builder().extra_ldflags() for builder in ALL_OPS.values())
