@@ -46,6 +46,19 @@ def test_lengths_around_the_borders_of_blocks_and_chunks(tokens, kernels):
     assert_close(emulated_results(kernels, x), oracle(x), **FLOAT32)
 
 
+@pytest.mark.parametrize("channels", [4, 20, 128])
+def test_the_token_that_follows_three_blocks_has_all_its_gradients(channels, kernels):
+    x = random_inputs((2, 49, 2, channels), dtype=torch.bfloat16)
+    found, wanted = emulated_results(kernels, x), oracle(x)
+    assert_close(found, wanted, **HALF)
+    # Alone, so that its errors do not drown in those of the others.
+    last = [
+        {name: values[:, 48:] if values.dim() == 4 else values for name, values in of.items()} for of in (found, wanted)
+    ]
+    assert_close(*last, **HALF)
+    assert found["gw"][:, 48].abs().max() == 0
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("channels", [64, 72])
 def test_chunks_with_the_numbers_of_channels_that_kernels_are_compiled_for(channels, dtype, kernels):
@@ -54,14 +67,14 @@ def test_chunks_with_the_numbers_of_channels_that_kernels_are_compiled_for(chann
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("tokens", [61, 150])
+@pytest.mark.parametrize("tokens", [49, 61, 150])
 def test_gradient_of_the_decay_from_no_decay_to_total_decay(tokens, dtype, kernels):
     w = torch.rand(1, tokens, 1, 16, generator=torch.Generator().manual_seed(1)) * 20 - 8
     x = random_inputs((1, tokens, 1, 16), w, dtype=dtype)
     assert_close(emulated_results(kernels, x), oracle(x), **(FLOAT32 if dtype == torch.float32 else HALF))
 
 
-@pytest.mark.parametrize("tokens", [20, 100])
+@pytest.mark.parametrize("tokens", [20, 49, 100])
 def test_a_decay_of_zero_has_a_gradient_of_exactly_zero(tokens, kernels):
     x = random_inputs((1, tokens, 1, 8), dtype=torch.bfloat16)
     x["w"][:, ::3] = 89.0
