@@ -304,7 +304,7 @@ __device__ __forceinline__ void store_matrices(Address matrices, const uint32_t 
 
 // An 8x8 matrix transposed in registers: shared memory is the busiest part of these kernels.
 __device__ __forceinline__ uint32_t transposed(uint32_t matrix, const Lane& lane) {
-#if WKV6_TENSOR_CORES
+#if WKV6_TENSOR_CORES || (defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 750 && !defined(WKV6_PLAIN))
     uint32_t out;
     asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(matrix));
     return out;
