@@ -14,6 +14,7 @@ class LerpBuilder(RWKVCUDABuilder):
         "op_builder/cuda.py",
         f"{CSRC}/cuda_launch.cuh",
         f"{CSRC}/lerp.h",
+        f"{CSRC}/lerp_binding.h",
         f"{CSRC}/lerp_cuda*",
         f"{CSRC}/wkv6_cuda_warp.cuh",
         f"{CSRC}/wkv6_binding.h",

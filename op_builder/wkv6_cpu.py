@@ -17,6 +17,7 @@ class WKV6CPUBuilder(RWKVOpBuilder, CPUOpBuilder):
         f"{CSRC}/wkv6_binding.h",
         f"{CSRC}/wkv6_cpu*",
         f"{CSRC}/lerp.h",
+        f"{CSRC}/lerp_binding.h",
         f"{CSRC}/lerp_cpu*",
     )
 

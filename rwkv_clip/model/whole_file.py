@@ -1,7 +1,8 @@
 """A file that shows under its name when it is whole, and what a writer that was killed has left beside it.
 
-Until then it is called `.NAME.XXXXXXXX.tmp`, and its writer holds it locked. The system lets a lock go when the process
-ends, however it ends: a file of that name whose lock is free has no writer any more.
+Until then it has a hidden name that ends in .tmp, made of its own and random letters, and its writer holds it locked.
+The system lets a lock go when the process ends, however it ends: a file of such a name whose lock is free has no writer
+any more.
 """
 
 from __future__ import annotations

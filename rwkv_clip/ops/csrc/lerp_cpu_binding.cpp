@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "lerp_binding.h"
 #include "lerp_cpu.h"
 #include "wkv6_binding.h"
 
@@ -180,20 +181,4 @@ wkv6::Gradients mix_backward(const Tensor& x, const Tensor& hidden, const Tensor
 
 }  // namespace
 
-#define LERP_LAYOUT "int width, int head_size, int directions, bool with_cls_token)"
-
-TORCH_LIBRARY_FRAGMENT(rwkv_clip, m) {
-    m.def("lerp_cpu(Tensor x, Tensor c, " LERP_LAYOUT " -> Tensor[]");
-    m.def("lerp_cpu_backward(Tensor x, Tensor c, Tensor[] gradients, Tensor? base, Tensor? extra, " LERP_LAYOUT
-          " -> (Tensor, Tensor)");
-    m.def("ddlerp_cpu(Tensor x, Tensor hidden, Tensor w2, Tensor c, " LERP_LAYOUT " -> Tensor[]");
-    m.def("ddlerp_cpu_backward(Tensor x, Tensor hidden, Tensor w2, Tensor c, Tensor[] gradients, " LERP_LAYOUT
-          " -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
-}
-
-TORCH_LIBRARY_IMPL(rwkv_clip, CPU, m) {
-    m.impl("lerp_cpu", interpolate);
-    m.impl("lerp_cpu_backward", interpolate_backward);
-    m.impl("ddlerp_cpu", mix);
-    m.impl("ddlerp_cpu_backward", mix_backward);
-}
+LERP_OPERATORS("cpu", CPU)

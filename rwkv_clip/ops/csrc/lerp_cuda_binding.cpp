@@ -9,6 +9,7 @@
 #include <ATen/ops/sum.h>
 
 #include "lerp.h"
+#include "lerp_binding.h"
 #include "wkv6_binding.h"
 
 namespace {
@@ -176,22 +177,6 @@ wkv6::Gradients mix_backward(const Tensor& x, const Tensor& hidden, const Tensor
 
 }  // namespace
 
-#define LERP_LAYOUT "int width, int head_size, int directions, bool with_cls_token)"
-
-TORCH_LIBRARY_FRAGMENT(rwkv_clip, m) {
-    m.def("lerp_cuda(Tensor x, Tensor c, " LERP_LAYOUT " -> Tensor[]");
-    m.def("lerp_cuda_backward(Tensor x, Tensor c, Tensor[] gradients, Tensor? base, Tensor? extra, " LERP_LAYOUT
-          " -> (Tensor, Tensor)");
-    m.def("ddlerp_cuda(Tensor x, Tensor hidden, Tensor w2, Tensor c, " LERP_LAYOUT " -> Tensor[]");
-    m.def("ddlerp_cuda_backward(Tensor x, Tensor hidden, Tensor w2, Tensor c, Tensor[] gradients, " LERP_LAYOUT
-          " -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
-}
-
-TORCH_LIBRARY_IMPL(rwkv_clip, CUDA, m) {
-    m.impl("lerp_cuda", interpolate);
-    m.impl("lerp_cuda_backward", interpolate_backward);
-    m.impl("ddlerp_cuda", mix);
-    m.impl("ddlerp_cuda_backward", mix_backward);
-}
+LERP_OPERATORS("cuda", CUDA)
 
 WKV6_EMPTY_MODULE

@@ -306,11 +306,7 @@ __global__ void __launch_bounds__(32 * kBlocks, backward_occupancy(Element::kSpl
         const BlockDecay<kSplit> decay(rates, lane);
         const Unscaled<kSplit> r_channels = to_channels(next_r, own_tile(2), lane);
         const Unscaled<kSplit> k_channels = to_channels(next_k, own_tile(3), lane);
-        if constexpr (kSplit) {
-            inside.add_near(k_channels, r_channels, u + 16 * group, lane);
-        } else {
-            inside.add_near(next_k.keys(), next_r.keys(), u + 16 * group, lane);
-        }
+        inside.add_near(next_k, next_r, k_channels, r_channels, u + 16 * group, lane);
         const auto load_next = [&]() {
             if (group + 1 == work.groups) return;
             const Place next = work.place(job, group + 1);

@@ -99,11 +99,7 @@ __global__ void __launch_bounds__(32 * kBlocks, forward_occupancy(Element::kSpli
         if (!kChunked && group + 2 == work.groups) prefetch_other_head<Element, W, kBlocks>(job, work, lane);
         const Unscaled<kSplit> r_channels = to_channels(next_r, own_tile(0), lane);
         const Unscaled<kSplit> k_channels = to_channels(next_k, own_tile(1), lane);
-        if constexpr (kSplit) {
-            inside.add_near(r_channels, k_channels, u + 16 * group, lane);
-        } else {
-            inside.add_near(next_r.keys(), next_k.keys(), u + 16 * group, lane);
-        }
+        inside.add_near(next_r, next_k, r_channels, k_channels, u + 16 * group, lane);
         if (group + 1 < work.groups) {
             const Place place = work.place(job, group + 1);
             next_r.load(r, place, lane);

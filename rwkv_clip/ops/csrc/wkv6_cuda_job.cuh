@@ -296,9 +296,22 @@ struct PairsInside {
         }
     }
 
-    // Level 1 and the tokens with themselves, of token tiles; u of the group's channels.
-    __device__ __forceinline__ void add_near(const Operand<false>& rows, const Operand<false>& columns, const float* u,
+    // Level 1 and the tokens with themselves, of tiles as they were loaded and as channel tiles; u of the group's channels.
+    template <class Element>
+    __device__ __forceinline__ void add_near(const Rows<Element>& rows, const Rows<Element>& columns,
+                                             const Unscaled<Element::kSplit>& row_channels,
+                                             const Unscaled<Element::kSplit>& column_channels, const float* u,
                                              const Lane& lane) {
+        if constexpr (Element::kSplit) {
+            add_near_exactly(row_channels, column_channels, u, lane);
+        } else {
+            add_near_products(rows.keys(), columns.keys(), u, lane);
+        }
+    }
+
+    // Of token tiles.
+    __device__ __forceinline__ void add_near_products(const Operand<false>& rows, const Operand<false>& columns,
+                                                      const float* u, const Lane& lane) {
         const float4 u_channels = *reinterpret_cast<const float4*>(u + 4 * lane.q);
         add_near_product(rows, right_rows(columns), false, lane);
         add_near_product(rows, right_rows(multiply_channels(columns, u_channels)), true, lane);
@@ -318,9 +331,9 @@ struct PairsInside {
         }
     }
 
-    // The same of channel tiles.
-    __device__ __forceinline__ void add_near(const Exact& rows, const Exact& columns, const float* u,
-                                             const Lane& lane) {
+    // Of channel tiles.
+    __device__ __forceinline__ void add_near_exactly(const Exact& rows, const Exact& columns, const float* u,
+                                                     const Lane& lane) {
         const float2 two = of_channels(u, lane);
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
