@@ -30,6 +30,7 @@ from .background import BackgroundWriter, Written, reason
 from .distributed import World
 from .ema import WeightAverage
 from .log import logger
+from .optimizer import state_to_its_device
 from .resume import FORMAT, LATEST, NAME, checkpoint_name, complete_checkpoints, state_checksum
 from .run_folder import sync_folder, write_text
 from .snapshot import engine_files
@@ -191,6 +192,7 @@ class Checkpoints:
         else:
             with universal_copy(self._world, folder, self._folder) as copy:
                 _load(engine, copy.parent, copy.name, universal=True)
+            state_to_its_device(engine.basic_optimizer)
         if state["world_size"] == self._world.world_size:
             RandomState(device=self._world.device, **_read(folder / _random_name(self._world))).restore()
         if average is not None:

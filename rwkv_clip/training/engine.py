@@ -22,7 +22,7 @@ from .distributed import CommonError, World
 from .lean_zero import leaves_no_gradients, make_lean
 from .log import logger
 from .masters import set_masters
-from .optimizer import LRFactors, build_optimizer, parameter_groups
+from .optimizer import LRFactors, allocate_moments, build_optimizer, parameter_groups
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -163,6 +163,7 @@ def build_engine(
     make_lean(engine.optimizer)
     for reason, keys in keys_without_effect(config, leaves_no_gradients(engine.optimizer)).items():
         logger.info("without effect in the DeepSpeed JSON: %s, since %s", ", ".join(keys), reason)
+    allocate_moments(engine.basic_optimizer)
     set_masters(engine, exact)
     set_training_mode(engine.module)
     replays = args.accumulation == "global" and config["gradient_accumulation_steps"] > 1

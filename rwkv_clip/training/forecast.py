@@ -8,7 +8,6 @@ import json
 from ..errors import UserError
 from ..model.config import load_config
 from .arguments import COUNT, COUNT_OR_ZERO, parse_arguments, positive_number
-from .compilation import CUDA_GRAPHS
 from .config import read_config, resolve_config
 from .log import duration
 from .memory import StepMemory, step_memory
@@ -78,7 +77,8 @@ def forecast(args: argparse.Namespace) -> dict:
         "config": args.config,
         "gpus": args.gpus,
         "global_batch": str(sizes),
-        "is_upper_bound": _is_upper_bound(config.get("compile", {})),
+        # What the compiler keeps by itself differs from version to version.
+        "is_upper_bound": config.get("compile", {}).get("recompute") == "automatic",
         **{name: getattr(memory, name) for name in StepMemory.__dataclass_fields__},
         "peak": memory.peak,
     }
@@ -93,15 +93,6 @@ def forecast(args: argparse.Namespace) -> dict:
             seconds = figures["steps_per_epoch"] * sizes.all_ranks / (args.rate * args.gpus)
             figures |= {"epoch_seconds": seconds, "epochs": args.epochs, "run_seconds": seconds * args.epochs}
     return figures
-
-
-def _is_upper_bound(section: dict) -> bool:
-    """Whether a run may hold less: what the compiler keeps by itself, and what PyTorch counts with CUDA graphs, differ.
-
-    section: "compile" of the DeepSpeed JSON.
-    """
-    graphs = section.get("enabled", False) and section.get("options", {}).get(CUDA_GRAPHS, False)
-    return bool(graphs) or section.get("recompute") == "automatic"
 
 
 def lines(figures: dict) -> list[str]:

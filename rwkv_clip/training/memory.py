@@ -32,9 +32,7 @@ _BLOCK = 512
 # fp32 matrices of logits that the loss's backward pass holds at once.
 _LOGIT_COPIES = 4
 # Tensors [B, T, C] that the backward pass of one compiled block holds at once beside what the forward pass kept. Fused
-# code materialises few: with 8 the peak of a job on an H200 (B/32, batch 512) is predicted 2 % above the measured one
-# for "elementwise" and 4 % below it for "products". With CUDA graphs PyTorch counts less: the prediction is 9 % above
-# for "elementwise" (B/16: 3 %), 23 % for "products", 44 % for "everything" (at batch 4,096 21 %).
+# code materialises few. A block that computes everything again holds no more than what it would have kept.
 _COMPILED_WORK = 8
 
 
@@ -183,7 +181,7 @@ def activation_bytes(
             block = batch * kept_by_compiled_block(model.config, tower is model.image_model, kept, weight.dtype)
             held += tower.config.depth * (unit if checkpointed else block)
             # The text tower's last block is the first to need more, when everything else is still held.
-            work = _COMPILED_WORK * unit + (block if checkpointed else 0)
+            work = block if checkpointed else _COMPILED_WORK * unit
         else:  # a locked tower keeps nothing; its blocks need room to work in, one after the other
             work = max(work, _COMPILED_WORK * unit)
     return _run(model, batch, loss_chunk) + held + work

@@ -119,3 +119,36 @@ def build_optimizer(
     """AdamW over `parameter_groups`, in one fused kernel per group."""
     groups = parameter_groups(model, lr, weight_decay, factors)
     return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
+
+
+@torch.no_grad()
+def allocate_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Make the state that the optimizer's first step would make, so that a run's first forward pass has what is left.
+
+    Otherwise the first step's passes, in which CUDA graphs are recorded, are measured without the moments: memory seems
+    to suffice, or a run ends at its second step. Changes no weight. Does nothing where there is state already, and for
+    other optimizers than PyTorch's Adam and AdamW.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    made = optimizer.state or any(parameter.grad is not None for parameter in parameters)
+    if made or not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+        return
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    for state in optimizer.state.values():
+        state["step"].zero_()
+
+
+def state_to_its_device(optimizer: torch.optim.Optimizer) -> None:
+    """Bring the optimizer's state to where its own `load_state_dict` would have put it; nothing else changes.
+
+    DeepSpeed's universal checkpoint leaves the count of steps on the CPU, where a fused AdamW on a GPU refuses it.
+    """
+    optimizer.load_state_dict(optimizer.state_dict())

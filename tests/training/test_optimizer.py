@@ -6,7 +6,15 @@ import pytest
 import torch
 
 import rwkv_clip
-from rwkv_clip.training.optimizer import LRFactors, build_optimizer, follow_schedule, learning_rates, parameter_groups
+from rwkv_clip.training.optimizer import (
+    LRFactors,
+    allocate_moments,
+    build_optimizer,
+    follow_schedule,
+    learning_rates,
+    parameter_groups,
+    state_to_its_device,
+)
 from rwkv_clip.training.schedule import lr_lambda
 
 
@@ -145,3 +153,35 @@ def test_a_resume_with_other_epochs_takes_every_step_at_the_rate_of_its_own_sche
     assert learning_rates(resumed.param_groups) == learning_rates(whole.param_groups)
     after.step(), expected.step()
     assert learning_rates(resumed.param_groups) == learning_rates(whole.param_groups)
+
+
+def test_moments_made_ahead_change_no_weight_and_no_later_step():
+    ends = []
+    for ahead in (False, True):
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(8, 4)
+        optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, weight_decay=0.3, fused=True)
+        before = [parameter.clone() for parameter in layer.parameters()]
+        if ahead:
+            allocate_moments(optimizer)
+            assert {name for state in optimizer.state.values() for name in state} == {"step", "exp_avg", "exp_avg_sq"}
+            assert all(torch.equal(a, b) for a, b in zip(before, layer.parameters(), strict=True))
+            assert all(parameter.grad is None for parameter in layer.parameters())
+        for step in range(3):
+            layer(torch.full((2, 8), 0.5 + step)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            allocate_moments(optimizer)  # there are some: nothing happens
+        ends.append([parameter.detach().clone() for parameter in layer.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+def test_a_count_of_steps_left_on_another_device_is_brought_to_its_weights():
+    weight = torch.nn.Parameter(torch.empty(4, device="meta"))
+    optimizer = torch.optim.AdamW([weight], lr=0.1, capturable=True)
+    moments = {"exp_avg": torch.empty(4, device="meta"), "exp_avg_sq": torch.empty(4, device="meta")}
+    optimizer.state[weight] = {"step": torch.tensor(3.0), **moments}
+    state_to_its_device(optimizer)
+    assert optimizer.state[weight]["step"].device == weight.device
+    # DeepSpeed holds views of the moments: they must stay what they are.
+    assert all(optimizer.state[weight][name] is moment for name, moment in moments.items())
