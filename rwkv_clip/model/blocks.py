@@ -1,4 +1,4 @@
-"""How a tower runs its blocks: as they are, compiled, under activation checkpointing, or both."""
+"""How a tower runs its blocks, and what is before and behind them: as it is, compiled, or (blocks) checkpointed."""
 
 from __future__ import annotations
 
@@ -23,11 +23,19 @@ class BlockRunner:
         compiled_forward: the blocks' compiled `forward`, called with the block as its first argument (see compile.py).
             Used when gradients are recorded or the block is in training mode, where shapes stay the same: an
             evaluation with batches of any size must not compile for each of them.
+        compiled_ends: likewise the tower's own methods `stem` and `pool`, by name, called with the tower first.
     """
 
     def __init__(self) -> None:
         self.checkpoint_function: CheckpointFunction | None = None
         self.compiled_forward: Callable[..., Tensor] | None = None
+        self.compiled_ends: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {}
+
+    def end(self, tower: nn.Module, name: str, x: Tensor) -> Tensor:
+        """tower.stem(x) or tower.pool(x), by name."""
+        if name in self.compiled_ends and (torch.is_grad_enabled() or tower.training):
+            return self.compiled_ends[name](tower, x)
+        return getattr(tower, name)(x)
 
     def __call__(self, block: nn.Module, *args: Any) -> Tensor:
         """block(*args)."""

@@ -1,4 +1,4 @@
-"""torch.compile for the towers' blocks: one graph per tower, and what it keeps for the backward pass.
+"""torch.compile for the towers' blocks, one graph per tower, and for what is before and behind them.
 
 A block is compiled rather than a whole tower: one graph serves all blocks, so compiling takes no longer with depth.
 Left to itself the compiler keeps about 27 activations of width C per token and layer. Here it keeps what is dear to
@@ -55,6 +55,8 @@ def _keeps_nothing(_op: Any, _args: tuple[Any, ...]) -> bool:
     return False
 
 
+CUDA_GRAPHS = "triton.cudagraphs"
+"""Inductor's option that records the launches of compiled code and replays them."""
 EVERYTHING = "everything"
 RECOMPUTE: dict[str, Callable[[Any, tuple[Any, ...]], bool] | None] = {
     "automatic": None,
@@ -100,12 +102,37 @@ def compiled_forward(
             return block(*args)
         return checkpoint(block, *args, use_reentrant=False, context_fn=contexts)
 
+    return _compiled(forward, options, backend)
+
+
+def compiled_end(
+    name: str, options: dict[str, Any] | None = None, backend: str = "inductor"
+) -> Callable[[nn.Module, Tensor], Tensor]:
+    """The compiled form of a tower's method `stem` or `pool`: function(tower, x) -> Tensor.
+
+    Without CUDA graphs, for which what comes from outside, such as a batch of images, would be copied first.
+
+    Args:
+        name: of the method.
+        options, backend: as for `compiled_forward`.
+
+    Raises:
+        UserError: an unknown option.
+    """
+
+    def forward(tower: nn.Module, x: Tensor) -> Tensor:
+        return getattr(tower, name)(x)
+
+    return _compiled(forward, {k: v for k, v in (options or {}).items() if k != CUDA_GRAPHS}, backend)
+
+
+def _compiled(function: Any, options: dict[str, Any] | None, backend: str) -> Any:
     # Code of its own, as the compiler counts what it compiled per code object and refuses more than a few.
-    forward.__code__ = forward.__code__.replace()
+    function.__code__ = function.__code__.replace()
     if backend != "inductor":
-        return torch.compile(forward, fullgraph=True, dynamic=False, backend=backend)
+        return torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
     try:
-        return torch.compile(forward, fullgraph=True, dynamic=False, options={**_defaults(), **(options or {})})
+        return torch.compile(function, fullgraph=True, dynamic=False, options={**_defaults(), **(options or {})})
     except RuntimeError as error:  # an unknown option; compiling itself comes later
         raise UserError(f"torch.compile refuses its options: {' '.join(str(error).split())[:200]}") from None
 

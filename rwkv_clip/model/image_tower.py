@@ -93,12 +93,20 @@ class ImageTower(nn.Module):
             UserError: images of another shape.
         """
         grid = self.grid_of(images)
-        x = self.patch_embed(images.to(self.pos_embed.dtype)) + self.position_embedding(grid)
-        if self.config.with_cls_token:
-            x = torch.cat((x, self.cls_token.expand(x.shape[0], -1, -1)), dim=1)
-        x = self.layers[0].ln0(x)
+        x = self.block_runner.end(self, "stem", images)
         for layer, scales in zip(self.layers, self.branch_scales(x), strict=True):
             x = self.block_runner(layer, x, grid, scales)
+        return self.block_runner.end(self, "pool", x)
+
+    def stem(self, images: Tensor) -> Tensor:
+        """What the first block is given, [B, T, C]: patches with their positions, and the class token behind them."""
+        x = self.patch_embed(images.to(self.pos_embed.dtype)) + self.position_embedding(self.grid_of(images))
+        if self.config.with_cls_token:
+            x = torch.cat((x, self.cls_token.expand(x.shape[0], -1, -1)), dim=1)
+        return self.layers[0].ln0(x)
+
+    def pool(self, x: Tensor) -> Tensor:
+        """The features, float32 [B, C], from what the last block gives, [B, T, C]."""
         x = self.ln1(x)
         if self.config.output_cls_token:
             return x[:, -1].float()

@@ -62,8 +62,17 @@ class TextTower(nn.Module):
                 f"tokens must be whole numbers [B, T] with T from 1 to {self.config.context_length}, found "
                 f"{tokens.dtype} {list(tokens.shape)}; use tokenize(texts, model.context_length)"
             )
+        # Outside `stem`: compiled code adds up the gradient of a table in an order that changes from run to run.
         x = F.dropout(self.emb(tokens), self.config.dropout, self.training)
-        x = self.blocks[0].ln0(x)
+        x = self.block_runner.end(self, "stem", x)
         for block in self.blocks:
             x = self.block_runner(block, x)
+        return self.block_runner.end(self, "pool", x)
+
+    def stem(self, x: Tensor) -> Tensor:
+        """What the first block is given, [B, T, C], from the tokens' embeddings of that shape."""
+        return self.blocks[0].ln0(x)
+
+    def pool(self, x: Tensor) -> Tensor:
+        """The features, float32 [B, C], from what the last block gives, [B, T, C]."""
         return F.normalize(self.ln_out(x).float(), dim=-1).mean(dim=1)

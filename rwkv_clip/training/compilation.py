@@ -1,7 +1,7 @@
-"""Compiling the towers' blocks at the start of a run, and going on without when that does not work here.
+"""Compiling the towers at the start of a run, and going on without when that does not work here.
 
-Nothing is compiled later: the blocks are called with these shapes alone, and no rank ever compiles while others wait
-for it in a collective, which has a time limit.
+Nothing is compiled later: blocks, stems and pools are called with these shapes alone, and no rank ever compiles while
+others wait for it in a collective, which has a time limit.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from ..errors import UserError
 from ..model.clip import RWKVCLIP
-from ..model.compile import RECOMPUTE, compiled_forward
+from ..model.compile import CUDA_GRAPHS, RECOMPUTE, compiled_end, compiled_forward
 from .distributed import World, available_cores
 from .log import logger
 
@@ -30,10 +31,10 @@ KEYS = {"enabled": bool, "force": bool, "recompute": str, "options": dict}
 # Largest difference of a compiled gradient, as a share of the eager one's norm and of the largest norm of all. Rounding
 # in bf16 stays far below, a wrong kernel does not.
 _OWN_SHARE, _LARGEST_SHARE = 0.2, 0.02
-CUDA_GRAPHS = "triton.cudagraphs"
-"""Inductor's option that records the launches of compiled code and replays them."""
 ALIGNMENT = 16
 """Bytes that compiled kernels load at once, from multiples of that."""
+ENDS = ("stem", "pool")
+"""A tower's methods that are compiled beside its blocks."""
 REMINDER = 30.0
 """Seconds between two lines of the log while the compiler works."""
 
@@ -59,10 +60,10 @@ def compile_towers(
     with_graphs: bool = False,
     recompute: str = "elementwise",
 ) -> bool:
-    """Compile the blocks as the resolved configuration's "compile" section says; True if they now run compiled.
+    """Compile the towers as the resolved configuration's "compile" section says; True if they now run compiled.
 
-    Each tower's block is tried on made-up activations of the run's shape first, forward and backward, against the plain
-    block. When that fails on any rank, all go on without, after one warning.
+    Each tower's block, its stem and its pool are tried on made-up input of the run's shape first, forward and backward,
+    against the plain ones. When that fails on any rank, all go on without, after one warning.
 
     with_replay: also for passes without gradients, which accumulation over the global batch makes.
     with_graphs: whether CUDA graphs may be used, if the section asks for them. They write a step's gradients where the
@@ -73,7 +74,7 @@ def compile_towers(
     if not section.get("enabled", False):
         return False
     if world.device.type != "cuda" and not section.get("force", False):
-        logger.info('the blocks are not compiled on a CPU (unless "compile" says "force": true)')
+        logger.info('nothing is compiled on a CPU (unless "compile" says "force": true)')
         return False
     started = time.monotonic()
     options = dict(section.get("options", {}))
@@ -83,16 +84,17 @@ def compile_towers(
     warnings.filterwarnings("ignore", message="Unable to hit fast path of CUDAGraphs")
     # Errors in what the user wrote end the run; those of the compiler do not.
     forward = compiled_forward(recompute, options)
-    logger.info("compiling the blocks, which takes a minute or two without what an earlier run left in %s", _cache())
+    ends = {name: compiled_end(name, options) for name in ENDS}
+    logger.info("compiling, which takes a minute or two without what an earlier run left in %s", _cache())
     problem = ""
     with _first_on_its_machine_compiles(world), _reminders(started):
         try:
             _check_addresses(model)
             with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):
-                for tower, block, arguments in _examples(model, config["train_micro_batch_size_per_gpu"]):
+                for example in _examples(model, config["train_micro_batch_size_per_gpu"]):
                     began = time.monotonic()
-                    _try(tower, block, arguments, forward, with_replay)
-                    logger.info("the %s tower's block is compiled: %.1f s", tower, time.monotonic() - began)
+                    _try(example, ends.get(example.method, forward), with_replay)
+                    logger.info("%s is compiled: %.1f s", example.name, time.monotonic() - began)
         except Exception as error:  # whatever a compiler, its tools or its kernels raise
             problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     if world.device.type == "cuda":  # the trial's activations are no part of what the run needs
@@ -101,15 +103,15 @@ def compile_towers(
     problems = [text for text in world.gather(problem) if text]
     if problems:
         logger.warning(
-            "compiling the blocks failed after %.1f s (%s); training goes on without, slower. Without 'compile' in the "
+            "compiling failed after %.1f s (%s); training goes on without, slower. Without 'compile' in the "
             "DeepSpeed JSON it is not tried",
             time.monotonic() - started,
             problems[0],
         )
         return False
     for tower in (model.image_model, model.text_model):
-        tower.block_runner.compiled_forward = forward
-    logger.info("the blocks run compiled: %.1f s", time.monotonic() - started)
+        tower.block_runner.compiled_forward, tower.block_runner.compiled_ends = forward, ends
+    logger.info("the towers run compiled: %.1f s", time.monotonic() - started)
     return True
 
 
@@ -157,8 +159,21 @@ def _reminders(started: float) -> Iterator[None]:
         thread.join()
 
 
-def _examples(model: RWKVCLIP, batch: int) -> list[tuple[str, nn.Module, tuple[Any, ...]]]:
-    """(tower's name, one of its blocks, arguments as in training) for both towers."""
+@dataclass(frozen=True)
+class _Example:
+    """A part of the model, and what it is called with in training."""
+
+    name: str
+    module: nn.Module
+    method: str
+    arguments: tuple[Any, ...]
+
+    def plain(self, module: nn.Module, *arguments: Any) -> Tensor:
+        return getattr(module, self.method)(*arguments)
+
+
+def _examples(model: RWKVCLIP, batch: int) -> list[_Example]:
+    """A block, the stem and the pool of both towers."""
     image, text = model.image_model, model.text_model
 
     def activations(tower: nn.Module, tokens: int) -> Tensor:
@@ -169,50 +184,59 @@ def _examples(model: RWKVCLIP, batch: int) -> list[tuple[str, nn.Module, tuple[A
 
     grid = image.config.grid
     x = activations(image, grid[0] * grid[1] + image.config.with_cls_token)
-    examples = [("image", image.layers[-1], (x, grid, image.branch_scales(x)[-1]))]
-    examples.append(("text", text.blocks[-1], (activations(text, text.config.context_length),)))
-    return examples
+    images = torch.randn(batch, 3, image.config.image_size, image.config.image_size, device=x.device, dtype=x.dtype)
+    examples = [
+        _Example("the image tower's block", image.layers[-1], "forward", (x, grid, image.branch_scales(x)[-1])),
+        _Example("the image tower's stem", image, "stem", (images,)),
+        _Example("the image tower's pool", image, "pool", (x,)),
+    ]
+    x = activations(text, text.config.context_length)
+    return examples + [
+        _Example("the text tower's block", text.blocks[-1], "forward", (x,)),
+        _Example("the text tower's stem", text, "stem", (x,)),
+        _Example("the text tower's pool", text, "pool", (x,)),
+    ]
 
 
 def _check_addresses(model: RWKVCLIP) -> None:
-    """Raise unless the blocks' weights and buffers lie where compiled kernels can load them.
+    """Raise unless the towers' weights and buffers lie where compiled kernels can load them.
 
     The compiler takes for granted that those of all blocks lie like those of the block that it saw, and looks at no
     address again; a GPU ends the process at the first misaligned load. DeepSpeed's flat buffers put a weight anywhere.
     """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         past = tensor.data_ptr() % ALIGNMENT
-        if past and name.startswith(("image_model.layers.", "text_model.blocks.")):
+        if past and name.startswith(("image_model.", "text_model.")):
             raise ValueError(
                 f"{name} starts {past} bytes past a multiple of {ALIGNMENT}, from which compiled kernels load: is a "
                 "tower's width no multiple of 8?"
             )
 
 
-def _try(tower: str, block: nn.Module, arguments: tuple[Any, ...], forward: Any, with_replay: bool) -> None:
-    """Raise unless the compiled block gives the plain one's gradients."""
-    block = copy.deepcopy(block)  # its gradients reach no optimizer
-    x = arguments[0]
-    if with_replay or not x.requires_grad:
+def _try(example: _Example, compiled: Any, with_replay: bool) -> None:
+    """Raise unless the compiled part gives the plain one's gradients."""
+    module = copy.deepcopy(example.module)  # its gradients reach no optimizer
+    arguments = example.arguments
+    learns = any(parameter.requires_grad for parameter in module.parameters())
+    if with_replay or not learns:
         with torch.no_grad():
-            forward(block, *arguments)
-    if not x.requires_grad:
-        forward(block, *arguments)
+            compiled(module, *arguments)
+    output = compiled(module, *arguments)
+    if not learns:
         return
-    direction = torch.randn_like(x)
-    names, inputs = ["input"], [x]
-    for name, parameter in block.named_parameters():
-        if parameter.requires_grad and not name.startswith("ln0"):
-            names.append(name)
-            inputs.append(parameter)
-    found = torch.autograd.grad(forward(block, *arguments), inputs, direction)
-    if getattr(block, "dropout", 0.0) > 0:
+    direction = torch.randn_like(output)
+    learned = {"input": arguments[0], **dict(module.named_parameters())}
+    learned = {name: tensor for name, tensor in learned.items() if tensor.requires_grad}
+    inputs = list(learned.values())
+    found = torch.autograd.grad(output, inputs, direction, allow_unused=True)
+    if getattr(module, "dropout", 0.0) > 0:
         return  # compiled code draws other random numbers
-    expected = torch.autograd.grad(block(*arguments), inputs, direction)
-    differences = [(a.float() - b.float()).norm().item() for a, b in zip(found, expected, strict=True)]
-    norms = [gradient.float().norm().item() for gradient in expected]
-    for name, difference, norm in zip(names, differences, norms, strict=True):
-        if not difference <= _OWN_SHARE * norm + _LARGEST_SHARE * max(norms):
+    expected = torch.autograd.grad(example.plain(module, *arguments), inputs, direction, allow_unused=True)
+    pairs = {name: pair for name, *pair in zip(learned, found, expected, strict=True) if pair[1] is not None}
+    differences = {name: (a.float() - b.float()).norm().item() for name, (a, b) in pairs.items()}
+    norms = {name: b.float().norm().item() for name, (_, b) in pairs.items()}
+    for name, difference in differences.items():
+        if not difference <= _OWN_SHARE * norms[name] + _LARGEST_SHARE * max(norms.values()):
             raise ArithmeticError(
-                f"{tower} block: the gradient of {name} is off by {difference:.3g}, its norm is {norm:.3g}"
+                f"{example.name}: the gradient of {name} is off by {difference:.3g}, its norm is {norms[name]:.3g}"
             )

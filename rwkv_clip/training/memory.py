@@ -174,7 +174,7 @@ def activation_bytes(
     ):
         weight = next(tower.parameters())
         unit = batch * tokens * tower.config.width * weight.element_size()
-        tower.block_runner = _keep_nothing
+        tower.block_runner = _Compiled()
         if weight.requires_grad:
             # Checkpointed blocks keep their input, and one at a time what it takes to go back through it.
             kept = "elementwise" if recompute == EVERYTHING else recompute
@@ -193,8 +193,17 @@ def image_tokens(model: RWKVCLIP) -> int:
     return grid[0] * grid[1] + model.config.image.with_cls_token
 
 
-def _keep_nothing(_block: nn.Module, x: Tensor, *_: Any) -> Tensor:
-    return x
+class _Compiled:
+    """Stands for a tower's `BlockRunner` with compiled code: blocks, counted elsewhere, and a pool that keep nothing.
+
+    The compiled pool computes from its input, which the last block has made, all that its backward pass needs.
+    """
+
+    def __call__(self, _block: nn.Module, x: Tensor, *_: Any) -> Tensor:
+        return x
+
+    def end(self, tower: nn.Module, name: str, x: Tensor) -> Tensor:
+        return x.mean(dim=1, dtype=torch.float32) if name == "pool" else getattr(tower, name)(x)
 
 
 def _run(model: RWKVCLIP, batch: int, loss_chunk: int) -> int:

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rwkv_clip.errors import UserError
 from rwkv_clip.model.clip import RWKVCLIP
-from rwkv_clip.model.compile import RECOMPUTE, compiled_forward
+from rwkv_clip.model.compile import RECOMPUTE, compiled_end, compiled_forward
 
 # Traces both passes and divides the work between them as Inductor does, without needing a compiler of kernels.
 TRACING = "aot_eager_decomp_partition"
@@ -37,6 +37,11 @@ def compile_blocks(model: RWKVCLIP, **how) -> None:
     model.text_model.block_runner.compiled_forward = compiled_forward(**how)
 
 
+def compile_ends(model: RWKVCLIP) -> None:
+    for tower in (model.image_model, model.text_model):
+        tower.block_runner.compiled_ends = {name: compiled_end(name, backend=TRACING) for name in ("stem", "pool")}
+
+
 def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], share: float) -> None:
     for name, value in expected.items():
         assert found[name].shape == value.shape and found[name].dtype == value.dtype, name
@@ -50,6 +55,40 @@ def test_compiled_blocks_give_the_same_loss_and_gradients_with_drop_path(recompu
     expected = loss_and_gradients(model)
     compile_blocks(model, recompute=recompute, backend=TRACING)
     assert_close(loss_and_gradients(model), expected, 1e-5)
+
+
+@pytest.mark.parametrize("image", [{}, {"with_cls_token": True}, {"with_cls_token": True, "output_cls_token": True}])
+def test_compiled_stems_and_pools_give_the_same_loss_and_gradients(image: dict) -> None:
+    model = small_model(image=image)
+    expected = loss_and_gradients(model)
+    compile_ends(model)
+    torch._dynamo.utils.counters.clear()
+    assert_close(loss_and_gradients(model), expected, 1e-5)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
+
+
+def test_evaluations_of_any_size_compile_no_stem_or_pool() -> None:
+    model = small_model().eval()
+    compile_ends(model)
+    torch._dynamo.utils.counters.clear()
+    with torch.no_grad():
+        model(*small_batch(model))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 0
+
+
+def test_a_compiled_pool_keeps_no_fp32_tensor_of_all_tokens() -> None:
+    model = small_model().to(torch.bfloat16)
+    tower = model.text_model
+    x = torch.randn(6, 8, tower.config.width, dtype=torch.bfloat16, requires_grad=True)
+    kept: dict[bool, int] = {}
+    for compiled in (False, True):
+        if compiled:
+            compile_ends(model)
+        saved: list[torch.Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, saved=saved: saved.append(t) or t, lambda t: t):
+            tower.block_runner.end(tower, "pool", x)
+        kept[compiled] = sum(t.numel() >= x.numel() and t.dtype == torch.float32 for t in saved)
+    assert kept[False] > 0 and kept[True] == 0
 
 
 def test_all_blocks_of_a_tower_share_one_graph() -> None:

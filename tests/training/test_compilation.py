@@ -17,7 +17,7 @@ from tiny import make_engine, micro_batches
 
 from rwkv_clip.errors import UserError
 from rwkv_clip.model.clip import RWKVCLIP
-from rwkv_clip.model.compile import compiled_forward
+from rwkv_clip.model.compile import compiled_end, compiled_forward
 from rwkv_clip.model.config import ImageConfig, ModelConfig, TextConfig
 from rwkv_clip.training import compilation
 from rwkv_clip.training.compilation import check_section, compile_towers
@@ -36,6 +36,7 @@ CONFIG = ModelConfig(
 PAIRS, STEPS = 12, 20
 # Inductor's division of the work between the passes, without waiting for a compiler of kernels.
 tracing = partial(compiled_forward, backend="aot_eager_decomp_partition")
+tracing_ends = partial(compiled_end, backend="aot_eager_decomp_partition")
 
 
 def make_pairs(seed: int):
@@ -71,10 +72,12 @@ def train(precision: str, accumulation: int, checkpointed: bool, compiled: bool,
         deepspeed.checkpointing.configure(None, deepspeed_config=engine.config)
         model.set_activation_checkpointing(deepspeed.checkpointing.non_reentrant_checkpoint)
     if compiled:
-        compilation.compiled_forward = tracing
+        compilation.compiled_forward, compilation.compiled_end = tracing, tracing_ends
         assert compile_towers(model, section(micro_batch), alone(), with_replay=accumulation > 1)
     if kernels:
-        getattr(model, kernels).block_runner.compiled_forward = compiled_forward()
+        runner = getattr(model, kernels).block_runner
+        runner.compiled_forward = compiled_forward()
+        runner.compiled_ends = {name: compiled_end(name) for name in compilation.ENDS}
     for step in range(STEPS):
         batches = micro_batches(make_pairs(step), rank, world_size, accumulation)
         train_step(engine, batches, ClipLoss(group=engine.data_parallel_group))
@@ -183,12 +186,18 @@ def test_every_weight_of_a_block_lies_where_compiled_kernels_can_load_it(found_m
     assert [found[name] for found in found_misaligned[world_size]] == [([], [])] * world_size
 
 
+def compile_with(monkeypatch, forward) -> None:
+    """Let `forward` stand for compiled blocks, and the plain methods for the compiled ones before and behind them."""
+    monkeypatch.setattr(compilation, "compiled_forward", lambda *_: forward)
+    monkeypatch.setattr(compilation, "compiled_end", lambda name, *_: lambda tower, x: getattr(tower, name)(x))
+
+
 def test_a_weight_that_compiled_kernels_cannot_load_keeps_the_run_from_compiling(monkeypatch, caplog) -> None:
     model = RWKVCLIP(CONFIG)
     weight = model.text_model.blocks[1].att.key.weight
     flat = torch.zeros(weight.numel() + 1)
     weight.data = flat[1:].view(weight.shape)
-    monkeypatch.setattr(compilation, "compiled_forward", lambda *_: lambda block, *arguments: block(*arguments))
+    compile_with(monkeypatch, lambda block, *arguments: block(*arguments))
     monkeypatch.setattr(logging.getLogger("rwkv_clip"), "propagate", True)
     assert not compile_towers(model, section(), alone(), False)
     assert model.text_model.block_runner.compiled_forward is None
@@ -210,7 +219,7 @@ def test_a_failure_leaves_the_blocks_as_they_are_after_one_warning(monkeypatch, 
             raise RuntimeError("no working\nC compiler")
         return block(*arguments) * (2 if failure == "wrong kernel" else 1)
 
-    monkeypatch.setattr(compilation, "compiled_forward", lambda *_: forward)
+    compile_with(monkeypatch, forward)
     monkeypatch.setattr(logging.getLogger("rwkv_clip"), "propagate", True)
     world = alone()
     if failure == "another rank":
@@ -223,10 +232,27 @@ def test_a_failure_leaves_the_blocks_as_they_are_after_one_warning(monkeypatch, 
     (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
     reason = {
         "compiler": "RuntimeError: no working C compiler",
-        "wrong kernel": "image block: the gradient of input is off by",
+        "wrong kernel": "the image tower's block: the gradient of input is off by",
         "another rank": "rank 1's reason",
     }[failure]
     assert reason in record.getMessage() and "training goes on without" in record.getMessage()
+
+
+@pytest.mark.parametrize("name", compilation.ENDS)
+@pytest.mark.parametrize("tower", ["image", "text"])
+def test_a_wrong_kernel_before_or_behind_the_blocks_is_found_too(monkeypatch, caplog, tower: str, name: str) -> None:
+    def end(method, *_):
+        def call(module, x):
+            wrong = method == name and module.config == getattr(CONFIG, tower)
+            return getattr(module, method)(x) * (2 if wrong else 1)
+
+        return call
+
+    compile_with(monkeypatch, lambda block, *arguments: block(*arguments))
+    monkeypatch.setattr(compilation, "compiled_end", end)
+    monkeypatch.setattr(logging.getLogger("rwkv_clip"), "propagate", True)
+    assert not compile_towers(RWKVCLIP(CONFIG), section(), alone(), False)
+    assert f"the {tower} tower's {name}: the gradient of " in caplog.text
 
 
 @pytest.mark.parametrize("local_rank", [0, 1])
@@ -237,7 +263,7 @@ def test_one_rank_of_a_machine_compiles_while_the_others_wait_for_its_code(monke
         events.append("compile")
         return block(*arguments)
 
-    monkeypatch.setattr(compilation, "compiled_forward", lambda *_: forward)
+    compile_with(monkeypatch, forward)
     world = alone()
     world.place = SimpleNamespace(local_rank=local_rank, local_world_size=2)
     world.wait = lambda: events.append("all are here")
@@ -256,7 +282,7 @@ def test_a_slow_compiler_is_seen_in_the_log(monkeypatch, caplog) -> None:
         time.sleep(0.1)
         return block(*arguments)
 
-    monkeypatch.setattr(compilation, "compiled_forward", lambda *_: forward)
+    compile_with(monkeypatch, forward)
     assert compile_towers(RWKVCLIP(CONFIG), section(), alone(), False)
     assert "still compiling, after" in caplog.text
     assert re.search(r"the image tower's block is compiled: \d", caplog.text)
@@ -266,6 +292,7 @@ def test_a_locked_tower_is_compiled_too(monkeypatch) -> None:
     model = RWKVCLIP(CONFIG)
     model.image_model.requires_grad_(False)
     monkeypatch.setattr(compilation, "compiled_forward", tracing)
+    monkeypatch.setattr(compilation, "compiled_end", tracing_ends)
     assert compile_towers(model, section(), alone(), False)
     batch = make_pairs(0)
     model(batch.images[:4], batch.tokens[:4])[1].sum().backward()
@@ -301,6 +328,7 @@ def test_cuda_graphs_are_left_out_where_gradients_stay(with_graphs: bool, monkey
         return tracing(recompute)
 
     monkeypatch.setattr(compilation, "compiled_forward", compiling)
+    monkeypatch.setattr(compilation, "compiled_end", tracing_ends)
     options = {"triton.cudagraphs": True, "epilogue_fusion": True}
     assert compile_towers(RWKVCLIP(CONFIG), section(options=options), alone(), False, with_graphs)
     assert given == [options if with_graphs else {"epilogue_fusion": True}]
