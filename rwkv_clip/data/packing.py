@@ -85,7 +85,6 @@ def pack(
             source.caption_names = caption_names
         recipe = _recipe(source, limits, missing, shard_size, name, seed)
         if finished is not None:
-            shutil.rmtree(partial)
             if finished != recipe:
                 raise UserError(f"{out} holds another packing ({_difference(finished, recipe)}): name another folder")
             print(f"{out} is packed already; nothing to do")
@@ -97,6 +96,7 @@ def pack(
                 file=sys.stderr,
             )
         job = _job(source, partial, recipe, limits, missing, strict)
+        source.copy_rows(partial / "index", _say)
         todo = [shard for shard in range(job.num_shards) if not job.report_path(shard).exists()]
         if len(todo) < job.num_shards:
             print(f"going on: {job.num_shards - len(todo)} of {job.num_shards} shards are there already")
@@ -140,7 +140,7 @@ def _finished_recipe(out: Path) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def _working_folder(partial: Path) -> Iterator[None]:
-    """`partial`, for one packer at a time. An empty one is removed again."""
+    """`partial`, for one packer at a time. One without a recipe, in which no work was begun, is removed again."""
     with exclusive(partial, f"another packer is writing {partial}"):
         try:
             yield

@@ -47,6 +47,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    try:
+        return _run(args)
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on where it stopped", file=sys.stderr, flush=True)
+        return 130
+
+
+def _run(args: argparse.Namespace) -> int:
     if not 1 <= args.connections <= 256:
         raise UserError(f"--connections is {args.connections}: give 1 to 256")
     if args.workers is not None and args.workers < 1:
@@ -60,11 +68,7 @@ def run(args: argparse.Namespace) -> int:
         listing = hub.list_files(REPOSITORY, ".parquet")
         to_pack = not args.download_only and not (packed / MANIFEST_NAME).exists()
         say_size(listing, out, download, to_pack)
-        try:
-            hub.download(listing, download, args.connections, _say)
-        except KeyboardInterrupt:
-            print("stopped; the same command goes on where it stopped", file=sys.stderr, flush=True)
-            return 130
+        hub.download(listing, download, args.connections, _say)
         folders = {(download / file.path).parent for file in listing.files}
         if len(folders) > 1:
             raise UserError(f"{REPOSITORY} is not laid out as it was: parquet files in {len(folders)} folders")

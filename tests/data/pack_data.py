@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from pathlib import Path
 
+import pytest
 from PIL import Image
 
 from rwkv_clip.data.packing import pack
@@ -22,6 +24,24 @@ def make_table(folder: Path, count: int, fixtures: Path | None = None) -> Path:
         lines.append(f"{i:05}.jpg\traw {i}\tsynthetic {i}\tgenerated {i}")
     (folder / "pairs.tsv").write_text("\n".join(lines) + "\n")
     return folder / "pairs.tsv"
+
+
+def make_parquet(folder: Path, counts: list[int]) -> list[Path]:
+    """Files of so many rows with a picture and a caption each."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    folder.mkdir()
+    files = []
+    for number, count in enumerate(counts):
+        pictures, captions = [], [f"caption {i} of file {number}" for i in range(count)]
+        for i in range(count):
+            out = io.BytesIO()
+            Image.new("RGB", (24, 24), (number, i % 256, 9)).save(out, "JPEG")
+            pictures.append(out.getvalue())
+        files.append(folder / f"{number}.parquet")
+        parquet.write_table(pyarrow.table({"image": pictures, "caption": captions}), files[-1])
+    return files
 
 
 def contents(out: Path) -> dict[str, bytes]:

@@ -15,6 +15,7 @@ def indexed(path: Path, **options) -> Source:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     source.build_index(folder)
+    source.copy_rows(folder)
     return source
 
 

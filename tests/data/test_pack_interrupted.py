@@ -8,12 +8,16 @@ import subprocess
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
-from pack_data import ROOT, contents, make_table, pack_command, pack_here
+from pack_data import ROOT, contents, make_parquet, make_table, pack_command, pack_here
 
+from rwkv_clip.cli import main
 from rwkv_clip.data import packing
 from rwkv_clip.data.dataset import open_dataset
 from rwkv_clip.data.exclusive import exclusive
+from rwkv_clip.data.sources import parquet
+from rwkv_clip.data.sources.base import map_in_processes
 from rwkv_clip.errors import UserError
 
 
@@ -74,6 +78,74 @@ def test_interrupted_by_the_keyboard_it_says_how_to_go_on(tmp_path):
     assert process.returncode == 130
     assert errors == "stopped; the same command goes on where it stopped\n"
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("error", "status"), [(KeyboardInterrupt, 130), (OSError(28, "No space left on device"), 2)])
+def test_copies_of_parquet_files_that_are_finished_outlive_what_stops_the_next_one(
+    tmp_path, capsys, monkeypatch, error, status
+):
+    files = make_parquet(tmp_path / "in", [3, 3, 3])
+    command = ["pack", str(tmp_path / "in"), str(tmp_path / "out"), "--workers", "1"]
+    picture, seen = parquet._picture, []
+
+    def stop_in_the_third(value):
+        seen.append(value)
+        if len(seen) > 7:
+            raise error
+        return picture(value)
+
+    monkeypatch.setattr(parquet, "_picture", stop_in_the_third)
+    assert main(command) == status
+    assert capsys.readouterr().err.count("\n") == 1
+    monkeypatch.undo()
+    finished = {path: path.stat().st_mtime_ns for path in tmp_path.glob("out.partial/index/*.places/done")}
+    assert len(finished) == 2
+    monkeypatch.setattr(packing.pack_workers, "run", lambda *_: pytest.fail("far enough"))
+    with pytest.raises(pytest.fail.Exception):
+        main(command)
+    assert "copying rows out of 1 parquet files (0 MB); 2 are copied already" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in finished} == finished
+    monkeypatch.undo()
+    assert main(command) == 0 and len(open_dataset(tmp_path / "out")) == 9
+    # Finished, it is not copied again.
+    monkeypatch.setattr(parquet, "_copy", lambda *_, **__: pytest.fail("copied"))
+    assert main(command) == 0 and "is packed already" in capsys.readouterr().out
+    os.utime(files[0])
+    assert main(command) == 2 and "holds another packing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--caption-names", "a,b"], "--caption-names gives 2 names and the source has 1"),
+        (["--tokens", "raw=none.npy"], "none.npy cannot be read"),
+        (["--tokens", "raw={}:0-99"], "has columns 0-76"),
+        (["--tokens", "raw={}"], "has 2 rows and the source 6"),
+        (["--tokens", "raw={}", "--join-by-key"], "name it with --key-column"),
+    ],
+)
+def test_mistakes_are_told_before_parquet_files_are_copied(tmp_path, capsys, monkeypatch, options, message):
+    make_parquet(tmp_path / "in", [3, 3])
+    np.save(tmp_path / "t.npy", np.zeros((2, 77), np.int32))
+    monkeypatch.setattr(parquet, "_copy", lambda *_, **__: pytest.fail("copied"))
+    options = [option.format(tmp_path / "t.npy") for option in options]
+    assert main(["pack", str(tmp_path / "in"), str(tmp_path / "out"), *options]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert not (tmp_path / "out.partial").exists()
+
+
+def sleep_or_fail(seconds: float) -> None:
+    time.sleep(seconds)
+    if not seconds:
+        raise UserError("the first one fails")
+
+
+def test_processes_that_read_a_source_end_when_one_fails():
+    start = time.monotonic()
+    with pytest.raises(UserError, match="the first one fails"):
+        map_in_processes(sleep_or_fail, [0.0, 60.0, 60.0, 60.0])
+    assert time.monotonic() - start < 30
 
 
 def test_an_unfinished_packing_of_other_rows_is_started_anew(tmp_path, capsys, monkeypatch):

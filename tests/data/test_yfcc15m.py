@@ -171,6 +171,19 @@ def test_killed_or_interrupted_it_keeps_whole_files_and_goes_on(hub, published, 
     assert not list((tmp_path / "out/download").rglob("*.incomplete"))
 
 
+@pytest.mark.parametrize("moment", ["open_source", "pack"])
+def test_interrupted_after_the_files_are_there_it_says_how_to_go_on(tmp_path, capsys, monkeypatch, moment):
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(hub_module, "list_files", lambda *_: Listing(yfcc15m.REPOSITORY, COMMIT, [HubFile("a", 1)]))
+    monkeypatch.setattr(hub_module, "download", lambda *_: None)
+    monkeypatch.setattr(yfcc15m, "open_source", lambda *_, **__: None)
+    monkeypatch.setattr(yfcc15m, moment, stop)
+    assert main(["prepare", "yfcc15m", str(tmp_path / "out")]) == 130
+    assert capsys.readouterr().err == "stopped; the same command goes on where it stopped\n"
+
+
 def test_a_network_that_is_gone_is_not_tried_file_by_file(tmp_path, monkeypatch):
     tried = []
 

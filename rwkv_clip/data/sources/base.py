@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import signal
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import UserError
+from ..progress import Log
 
 MAX_CAPTIONS = 8
 # Names under which tables call their picture, in the order of preference.
@@ -49,8 +52,8 @@ class Row:
 class Source(ABC):
     """Numbered rows that any process can read in any order.
 
-    `build_index` runs once, in one process; after that the object may be pickled: other processes map the index's
-    files instead of copying them.
+    `build_index` and then `copy_rows` run once, in one process; after that the object may be pickled: other processes
+    map the index's files instead of copying them.
 
     Attributes:
         kind: what the source is, for messages.
@@ -64,13 +67,32 @@ class Source(ABC):
 
     @abstractmethod
     def build_index(self, folder: Path) -> None:
-        """Find all rows and write what is needed to reach them into `folder`.
+        """Find all rows and write what is needed to reach them into `folder`; sets the attributes.
 
-        The folder may hold files of an earlier call, by an interrupted run.
+        It takes minutes at most, so that a mistake is told before the work of hours. The folder may hold files of an
+        earlier call, by an interrupted run.
 
         Raises:
             UserError: the source holds no rows or is not what it seems.
         """
+
+    def copy_rows(self, folder: Path, log: Log | None = None) -> None:
+        """Copy rows that cannot be reached where they are into `folder`; most sources have none.
+
+        Copies that an interrupted call finished are kept. `log` takes progress lines.
+
+        Raises:
+            UserError: the source cannot be read, or the disk refuses a write.
+        """
+        return
+
+    def require_keys(self) -> None:
+        """Refuse a source whose rows have no keys.
+
+        Raises:
+            UserError: it has none, with what to do.
+        """
+        return
 
     @abstractmethod
     def __len__(self) -> int:
@@ -232,13 +254,42 @@ def _items(value: Any) -> list:
     return value if is_several else [value]
 
 
-def map_in_processes(function: Callable, items: Sequence) -> list:
-    """`[function(item), ...]`, several items in processes of their own, one a core."""
+def map_in_processes(function: Callable, items: Sequence, done: Callable[[Any], None] = lambda _: None) -> list:
+    """`[function(item), ...]`, several items in processes of their own, one a core.
+
+    Args:
+        done: called with each result as it comes, in any order.
+
+    Raises:
+        UserError: the system ended a process; also what `function` raises.
+    """
     workers = min(len(items), len(os.sched_getaffinity(0)))
     if workers < 2 or len(items) < 4:
-        return [function(item) for item in items]
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return list(pool.map(function, items))
+        results = []
+        for item in items:
+            results.append(function(item))
+            done(results[-1])
+        return results
+    others = set(multiprocessing.active_children())
+    context = multiprocessing.get_context("spawn")
+    # Ctrl-C reaches all processes of a terminal; this one ends the others.
+    ignore = (signal.SIGINT, signal.SIG_IGN)
+    with ProcessPoolExecutor(workers, context, initializer=signal.signal, initargs=ignore) as pool:
+        try:
+            futures = [pool.submit(function, item) for item in items]
+            for future in as_completed(futures):
+                done(future.result())
+            return [future.result() for future in futures]
+        except BaseException as error:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in set(multiprocessing.active_children()) - others:
+                process.terminate()
+            if isinstance(error, BrokenProcessPool):
+                raise UserError(
+                    "a process that reads the source was ended (out of memory?): the same command goes on where it "
+                    "stopped"
+                ) from None
+            raise
 
 
 def check_number_of_captions(count: int, what: str) -> None:

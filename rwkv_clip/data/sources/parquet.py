@@ -7,10 +7,11 @@ pictures take their space twice.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import UserError
+from ..progress import Log, Progress
 from .base import (
     Arrays,
     Bytes,
@@ -60,27 +62,53 @@ class ParquetSource(Source):
         self.caption_columns = list(caption_columns) if caption_columns else None
 
     def build_index(self, folder: Path) -> None:
-        columns = _columns(self.files[0])
-        what = str(self.files[0])
+        footers = [_footer(file) for file in self.files]
+        columns, what = footers[0][0], str(self.files[0])
         self.image_column = choose_image_column(columns, self.image_column, what)
         self.caption_columns = choose_caption_columns(columns, self.image_column, self.caption_columns, what)
         self._lists = CaptionLists(self.caption_columns, _first_rows(self.files[0], self.caption_columns), what)
         self.caption_names = self._lists.names
         if self.key_column is not None and self.key_column not in columns:
             raise UserError(f"{what} has no column {self.key_column!r}; it has {', '.join(columns)}")
-        names = [*self.caption_columns, *([self.key_column] if self.key_column else [])]
-        copy = partial(_copy, image=self.image_column, names=names, folder=folder)
-        size = sum(file.stat().st_size for file in self.files)
-        print(f"copying rows out of {len(self.files)} parquet files ({size / 1e6:,.0f} MB)", flush=True)
-        copies = map_in_processes(copy, self.files)
-        self._copies = [Bytes(path) for path, _ in copies]
-        counts = [count for _, count in copies]
-        if not sum(counts):
+        self._names = [*self.caption_columns, *([self.key_column] if self.key_column else [])]
+        for file, (others, _) in zip(self.files, footers, strict=True):
+            for name in (self.image_column, *self._names):
+                if others.count(name) != 1:
+                    raise UserError(
+                        f"{file} has {others.count(name) or 'no'} columns {name!r} and one is needed; it has "
+                        f"{', '.join(others)}: pack files of other columns by themselves"
+                    )
+        self._starts = np.cumsum([0, *(count for _, count in footers)])
+        if not len(self):
             raise UserError(f"{what} holds no rows")
-        self._starts = np.cumsum([0, *counts])
-        self._places = [Arrays(folder / f"{path.stem}.places") for path, _ in copies]
+        copies = [_copy_path(file, self.image_column, self._names, folder) for file in self.files]
+        self._copies = [Bytes(path) for path in copies]
+        self._places = [Arrays(path.with_suffix(".places")) for path in copies]
         listed = [(file.name, _state(file)) for file in self.files]
-        self.fingerprint = f"{listed}/{self.image_column}/{names}"
+        self.fingerprint = f"{listed}/{self.image_column}/{self._names}"
+
+    def copy_rows(self, folder: Path, log: Log | None = None) -> None:
+        counts = dict(zip(self.files, np.diff(self._starts).tolist(), strict=True))
+        copies = zip(self.files, self._places, strict=True)
+        files = [file for file, places in copies if not (places.folder / "done").exists()]
+        if not files:
+            return
+        size = sum(file.stat().st_size for file in files)
+        if log is not None:
+            there = len(self.files) - len(files)
+            going_on = f"; {there} are copied already" if there else ""
+            log(f"copying rows out of {len(files)} parquet files ({size / 1e6:,.0f} MB){going_on}")
+        progress = Progress("copying", sum(counts[file] for file in files), "rows", log)
+        copy = partial(_copy, image=self.image_column, names=self._names, folder=folder)
+        if len(files) < 4:  # few large ones: their batches are counted, not the files
+            for file in files:
+                copy(file, tick=progress)
+        else:
+            map_in_processes(copy, files, progress)
+
+    def require_keys(self) -> None:
+        if self.key_column is None:
+            raise UserError("parquet rows are joined by a key column: name it with --key-column")
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -90,8 +118,7 @@ class ParquetSource(Source):
         return f"{self.files[file].name} row {position}"
 
     def key(self, i: int) -> str:
-        if self.key_column is None:
-            raise UserError("parquet rows are joined by a key column: name it with --key-column")
+        self.require_keys()
         return str(self._values(i)[-1])
 
     def row(self, i: int) -> Row:
@@ -128,20 +155,29 @@ def _parquet():
     return pyarrow.parquet
 
 
-def _columns(file: Path) -> list[str]:
+@contextlib.contextmanager
+def _opened(file: Path, purpose: str = "") -> Iterator[Any]:
+    """pyarrow's reader of a file; what it says of a damaged one, then or later, becomes a UserError."""
+    parquet = _parquet()
+    import pyarrow
+
     try:
-        return list(_parquet().read_schema(file).names)
-    except (OSError, ValueError) as error:  # pyarrow's own errors are ValueErrors
-        raise UserError(f"{file} cannot be read as parquet: {error}") from None
+        with parquet.ParquetFile(file) as reader:
+            yield reader
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
+        raise UserError(f"{file} cannot be read as parquet{purpose}: {error}") from None
+
+
+def _footer(file: Path) -> tuple[list[str], int]:
+    """Names of the columns, and number of rows."""
+    with _opened(file) as reader:
+        return list(reader.schema_arrow.names), reader.metadata.num_rows
 
 
 def _first_rows(file: Path, columns: list[str]) -> list[dict[str, Any]]:
-    try:
-        with _parquet().ParquetFile(file) as reader:
-            batch = next(reader.iter_batches(SAMPLE_ROWS, columns=columns), None)
-            return batch.to_pylist() if batch is not None else []
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file} cannot be read as parquet: {error}") from None
+    with _opened(file) as reader:
+        batch = next(reader.iter_batches(SAMPLE_ROWS, columns=columns), None)
+        return batch.to_pylist() if batch is not None else []
 
 
 def _state(file: Path) -> tuple[int, int]:
@@ -149,21 +185,24 @@ def _state(file: Path) -> tuple[int, int]:
     return stat.st_size, stat.st_mtime_ns
 
 
-def _copy(file: Path, image: str, names: list[str], folder: Path) -> tuple[Path, int]:
-    """Copy one file's needed columns to FOLDER/HASH.rows, unless an interrupted run did; its path and row count.
+def _copy_path(file: Path, image: str, names: list[str], folder: Path) -> Path:
+    """FOLDER/HASH.rows, another one for a file that changed and for other columns."""
+    what = f"{file.absolute()}/{_state(file)}/{image}/{names}"
+    return folder / f"{hashlib.sha256(what.encode('utf-8', 'surrogateescape')).hexdigest()[:24]}.rows"
+
+
+def _copy(file: Path, image: str, names: list[str], folder: Path, tick: Callable[[int], None] = lambda _: None) -> int:
+    """Copy one file's needed columns; returns the number of rows, and calls `tick` with that of each batch.
 
     Each row is its picture's bytes (or path) and then a JSON list of the other values.
     """
-    what = f"{file.absolute()}/{_state(file)}/{image}/{names}"
-    path = folder / f"{hashlib.sha256(what.encode()).hexdigest()[:24]}.rows"
-    places = folder / f"{path.stem}.places"
-    if (places / "done").exists():
-        return path, len(np.load(places / "kinds.npy", mmap_mode="r"))
-    places.mkdir(exist_ok=True)
+    path = _copy_path(file, image, names, folder)
+    places = path.with_suffix(".places")
     starts, middles, kinds, position = [0], [], [], 0
     columns = list(dict.fromkeys([image, *names]))
-    try:
-        with _parquet().ParquetFile(file) as reader, open(path, "wb") as out:
+    with _opened(file, f" or copied to {folder}") as reader:
+        places.mkdir(exist_ok=True)
+        with open(path, "wb") as out:
             for batch in reader.iter_batches(BATCH_ROWS, columns=columns):
                 values = [batch.column(name).to_pylist() for name in names]
                 for picture, *rest in zip(batch.column(image).to_pylist(), *values, strict=True):
@@ -175,13 +214,12 @@ def _copy(file: Path, image: str, names: list[str], folder: Path) -> tuple[Path,
                     middles.append(position + len(data))
                     position += len(data) + len(others)
                     starts.append(position)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file} cannot be read as parquet or copied to {folder}: {error}") from None
-    Arrays(places).save(
-        starts=np.array(starts, np.int64), middles=np.array(middles, np.int64), kinds=np.array(kinds, np.int8)
-    )
-    (places / "done").touch()
-    return path, len(kinds)
+                tick(batch.num_rows)
+        Arrays(places).save(
+            starts=np.array(starts, np.int64), middles=np.array(middles, np.int64), kinds=np.array(kinds, np.int8)
+        )
+        (places / "done").touch()
+    return len(kinds)
 
 
 def _picture(value: Any) -> tuple[int, bytes]:

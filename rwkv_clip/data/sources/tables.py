@@ -78,9 +78,12 @@ class TableSource(Source):
     def where(self, i: int) -> str:
         return f"{self.path.name} line {self._arrays['numbers'][i]}"
 
-    def key(self, i: int) -> str:
+    def require_keys(self) -> None:
         if self.key_column is None:
             raise UserError("rows of a table are joined by a key column: name it with --key-column")
+
+    def key(self, i: int) -> str:
+        self.require_keys()
         return str(self._value(self._line(i), self.key_column)).strip()
 
     def row(self, i: int) -> Row:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from ...errors import UserError
+from ..progress import Log
 from .base import PUBLISHED_NAMES, Row, RowError, Source, check_number_of_captions
 
 
@@ -51,6 +52,8 @@ class WithTokens(Source):
 
     def build_index(self, folder: Path) -> None:
         self.source.build_index(folder)
+        if self.by_key:
+            self.source.require_keys()
         digest = hashlib.sha256(self.source.fingerprint.encode())
         for column in self.columns:
             array = self._array(column.path)
@@ -73,6 +76,9 @@ class WithTokens(Source):
         self._order = sorted(range(len(names)), key=lambda n: rank.get(names[n], len(rank)))
         self.caption_names = [names[n] for n in self._order]
         self.fingerprint = f"{digest.hexdigest()}/{self.caption_names}/{self.by_key}"
+
+    def copy_rows(self, folder: Path, log: Log | None = None) -> None:
+        self.source.copy_rows(folder, log)
 
     def __len__(self) -> int:
         return len(self.source)
