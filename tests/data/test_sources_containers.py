@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
 import tarfile
 from pathlib import Path
@@ -89,6 +90,29 @@ def test_many_tars_are_indexed_side_by_side_and_a_cut_one_gives_its_whole_rows(t
         indexed(tmp_path)
 
 
+@pytest.mark.parametrize("damage", ["header", "boundary"])
+def test_a_tar_that_is_damaged_or_cut_between_members_is_told(tmp_path, capfd, damage):
+    rows = {f"{i}.{kind}": b"x" * 600 for i in range(4) for kind in ("jpg", "txt")}
+    path = make_tar(tmp_path / "a.tar", rows)
+    assert len(indexed(path)) == 4 and "warning" not in capfd.readouterr().err
+    place = 4 * 1536  # each member takes a block of header and two of content
+    data = path.read_bytes()
+    path.write_bytes(data[:place] + b"U" * 512 + data[place + 512 :] if damage == "header" else data[:place])
+    assert len(indexed(path)) == 2
+    assert f"a.tar is cut or damaged (no member and no end of the archive at byte {place:,}): 2 rows" in (
+        capfd.readouterr().err
+    )
+
+
+def test_a_tar_that_is_cut_inside_the_json_of_its_first_rows_gives_the_whole_ones(tmp_path, capfd):
+    path = make_tar(
+        tmp_path / "a.tar", {"1.jpg": b"x", "1.json": b'{"caption": "one"}', "2.jpg": b"x", "2.json": b" " * 600}
+    )
+    path.write_bytes(path.read_bytes()[: 3 * 1024 + 512 + 100])
+    assert read_all(indexed(path)) == [["one"], "file became shorter"]
+    assert "a.tar is cut" in capfd.readouterr().err
+
+
 # ---------------------------------------------------------------- parquet
 
 
@@ -131,6 +155,49 @@ def test_a_folder_of_parquet_files_is_one_source_and_copies_are_made_once(tmp_pa
     assert again.fingerprint == source.fingerprint
     (tmp_path / "4.parquet").write_bytes(b"not parquet")
     with pytest.raises(UserError, match="4.parquet cannot be read as parquet"):
+        indexed(tmp_path)
+
+
+def strings(values: list[bytes]):
+    """A parquet column of strings, whatever their bytes are."""
+    pyarrow = pytest.importorskip("pyarrow")
+    binary = pyarrow.array(values, pyarrow.binary())
+    return pyarrow.Array.from_buffers(pyarrow.string(), len(values), binary.buffers())
+
+
+@pytest.mark.parametrize("kind", ["binary", "strings", "list", "struct"])
+def test_parquet_captions_are_utf8_and_a_broken_one_costs_its_own_row_at_most(tmp_path, kind):
+    pyarrow = pytest.importorskip("pyarrow")
+    texts = [b" a dog ", "café".encode(), b"\xff bad", None]
+    columns = {"image": [b"x", b"y", b"z", b"w"], "caption": pyarrow.array(texts, pyarrow.binary())}
+    expected = [" a dog ", "café", "\ufffd bad", None]
+    if kind != "binary":
+        expected, columns = expected[:3], {"image": [b"x", b"y", b"z"], "caption": strings(texts[:3])}
+    if kind == "list":
+        columns["caption"] = pyarrow.ListArray.from_arrays([0, 1, 2, 3], columns["caption"])
+    if kind == "struct":  # of the picture: its path is no text, its bytes are used all the same
+        names = strings([b"\xff.jpg", b"b.jpg", b"c.jpg"])
+        columns["image"] = pyarrow.StructArray.from_arrays(
+            [pyarrow.array(columns["image"], pyarrow.binary()), names], ["bytes", "path"]
+        )
+    source = indexed(write_parquet(tmp_path / "t.parquet", **columns))
+    assert read_all(source) == [[caption] for caption in expected]
+    assert source.row(0).image == b"x"
+
+
+def test_parquet_files_of_other_columns_and_damaged_ones_are_one_line_that_names_them(tmp_path):
+    write_parquet(tmp_path / "0.parquet", image=[b"x"], caption=["a"])
+    other = write_parquet(tmp_path / "1.parquet", image=[b"x"], text=["a"])
+    with pytest.raises(UserError, match="1.parquet has no columns 'caption' and one is needed; it has image, text"):
+        indexed(tmp_path)
+    pyarrow = pytest.importorskip("pyarrow")
+    twice = pyarrow.Table.from_arrays([pyarrow.array([b"x"]), *[pyarrow.array(["a"])] * 2], ["image", *["caption"] * 2])
+    pyarrow.parquet.write_table(twice, other)
+    with pytest.raises(UserError, match="1.parquet has 2 columns 'caption' and one is needed"):
+        indexed(tmp_path)
+    data = write_parquet(other, image=[os.urandom(3000)], caption=["a"]).read_bytes()
+    other.write_bytes(data[:10] + bytes(20) + data[30:])
+    with pytest.raises(UserError, match="1.parquet cannot be read as parquet or copied to"):
         indexed(tmp_path)
 
 

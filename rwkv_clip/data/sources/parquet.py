@@ -177,7 +177,8 @@ def _footer(file: Path) -> tuple[list[str], int]:
 def _first_rows(file: Path, columns: list[str]) -> list[dict[str, Any]]:
     with _opened(file) as reader:
         batch = next(reader.iter_batches(SAMPLE_ROWS, columns=columns), None)
-        return batch.to_pylist() if batch is not None else []
+        values = [] if batch is None else [_python(batch.column(name)) for name in columns]
+        return [dict(zip(columns, row, strict=True)) for row in zip(*values, strict=True)]
 
 
 def _state(file: Path) -> tuple[int, int]:
@@ -204,10 +205,10 @@ def _copy(file: Path, image: str, names: list[str], folder: Path, tick: Callable
         places.mkdir(exist_ok=True)
         with open(path, "wb") as out:
             for batch in reader.iter_batches(BATCH_ROWS, columns=columns):
-                values = [batch.column(name).to_pylist() for name in names]
-                for picture, *rest in zip(batch.column(image).to_pylist(), *values, strict=True):
+                values = [_python(batch.column(name)) for name in names]
+                for picture, *rest in zip(_python(batch.column(image)), *values, strict=True):
                     kind, data = _picture(picture)
-                    others = json.dumps(rest, default=str).encode("utf-8", "surrogatepass")
+                    others = json.dumps(rest, default=_text).encode("utf-8", "surrogatepass")
                     out.write(data)
                     out.write(others)
                     kinds.append(kind)
@@ -220,6 +221,30 @@ def _copy(file: Path, image: str, names: list[str], folder: Path, tick: Callable
         )
         (places / "done").touch()
     return len(kinds)
+
+
+def _python(column: Any) -> list[Any]:
+    """The Python values of an Arrow array; a string that is not UTF-8 is given as its bytes."""
+    try:
+        return column.to_pylist()
+    except UnicodeDecodeError:  # it would cost all rows of the file
+        return [_value(scalar) for scalar in column]
+
+
+def _value(scalar: Any) -> Any:
+    try:
+        return scalar.as_py()
+    except UnicodeDecodeError:
+        if hasattr(scalar, "items"):  # a struct
+            return {name: _value(inner) for name, inner in scalar.items()}
+        if hasattr(scalar, "values"):  # a list
+            return _python(scalar.values)
+        return scalar.as_buffer().to_pybytes()
+
+
+def _text(value: Any) -> str:
+    """What JSON has no form for: text stored as bytes, dates, decimals."""
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
 
 
 def _picture(value: Any) -> tuple[int, bytes]:

@@ -114,7 +114,7 @@ class WebDatasetSource(Source):
             if JSON in members:
                 try:
                     value = json.loads(self._read(i, members[JSON]))
-                except (ValueError, RecursionError):
+                except (ValueError, RecursionError, RowError):  # the row says so when it is packed
                     continue
                 rows += [value] if isinstance(value, dict) else []
                 keys.update(dict.fromkeys(value if isinstance(value, dict) else ()))
@@ -186,12 +186,19 @@ def _index_tar(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarr
                     last = key
                 kinds.append(names.setdefault(kind, len(names)))
                 places.append((member.offset_data, member.offset_data + member.size))
+            # The module ends as quietly at a damaged header, or at the end of a cut file, as at the block of zeros that
+            # ends an archive.
+            tar.fileobj.seek(tar.offset)
+            if tar.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+                raise tarfile.ReadError(f"no member and no end of the archive at byte {tar.offset:,}")
     except (tarfile.TarError, OSError) as error:
         if not starts:
             raise UserError(
                 f"{path} cannot be read as an uncompressed tar ({error}): copy or unpack it again"
             ) from None
-        print(f"warning: {path} is cut ({error}): {len(starts):,} rows before that are used", file=sys.stderr)
+        print(
+            f"warning: {path} is cut or damaged ({error}): {len(starts):,} rows before that are used", file=sys.stderr
+        )
     return (
         np.array(starts, np.int64),
         np.array(headers, np.int64),
