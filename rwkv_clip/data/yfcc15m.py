@@ -25,6 +25,7 @@ from .dataset import MANIFEST_NAME
 from .exclusive import exclusive
 from .packing import pack
 from .sources import TokenColumns, open_source
+from .sources.tokens import map_array
 
 REPOSITORY = "Kaichengalex/YFCC15M"
 SUMMARY = "the published YFCC15M from the Hugging Face hub (about 1.1 TB; three times that while it is packed)"
@@ -97,12 +98,7 @@ def token_columns(path: Path | None) -> list[TokenColumns]:
     """
     if path is None:
         return []
-    import numpy as np
-
-    try:
-        shape = np.load(path, mmap_mode="r").shape
-    except (OSError, ValueError) as error:
-        raise UserError(f"--tokens {path} cannot be read as .npy: {error}") from None
+    shape = map_array(path).shape
     if len(shape) != 2 or shape[1] != 154:
         raise UserError(f"--tokens {path} is {list(shape)}: [rows, 154] is needed, raw in 0-76 and synthetic in 77-153")
     return [TokenColumns(name, path.absolute(), first, last) for name, (first, last) in TOKEN_COLUMNS.items()]

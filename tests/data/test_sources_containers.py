@@ -236,6 +236,9 @@ def test_the_published_layout_is_parquet_with_tokens_joined_with_an_array(tmp_pa
     [
         ("raw", "give NAME=FILE.npy:FIRST-LAST"),
         ("raw=none.npy", "none.npy cannot be read"),
+        ("raw={}/empty.npy", "empty.npy cannot be read as .npy .*: give one array as `numpy.save` writes it"),
+        ("raw={}/t.npz", "t.npz cannot be read as .npy"),
+        ("raw={}/objects.npy", "objects.npy cannot be read as .npy"),
         ("raw={}/t.npy:0-99", "has columns 0-76"),
         ("raw={}/short.npy", "has 1 rows and the source 3"),
         ("raw={}/words.npy", "numbers \\[rows, ids\\] are needed"),
@@ -244,6 +247,9 @@ def test_the_published_layout_is_parquet_with_tokens_joined_with_an_array(tmp_pa
 )
 def test_arrays_that_do_not_fit_are_refused(folder, spec, message):
     np.save(folder / "t.npy", np.zeros((3, 77), np.int32))
+    np.savez(folder / "t.npz", np.zeros((3, 77), np.int32))
+    np.save(folder / "objects.npy", np.array([[{}]]), allow_pickle=True)
+    (folder / "empty.npy").touch()
     np.save(folder / "short.npy", np.zeros((1, 77), np.int32))
     np.save(folder / "words.npy", np.array([["a"]]))
     table = write(folder / "t.tsv", "image\tcaption\na.jpg\tone\nb.jpg\ttwo\nc.jpg\tthree\n")

@@ -235,11 +235,15 @@ def test_a_disk_that_is_too_small_is_said_before_anything_is_fetched(tmp_path, m
         (["--connections", "0"], "--connections is 0: give 1 to 256"),
         (["--workers", "0"], "--workers is 0"),
         (["--tokens", "none.npy"], "--tokens none.npy cannot be read as .npy"),
+        (["--tokens", "{}/empty.npy"], "empty.npy cannot be read as .npy (EOF: reading magic string"),
+        (["--tokens", "{}/wide.npz"], "wide.npz cannot be read as .npy (the magic string is not correct"),
         (["--tokens", "{}/wide.npy"], "is [3, 77]: [rows, 154] is needed"),
     ],
 )
 def test_wrong_options_are_one_line_before_anything_is_fetched(tmp_path, capsys, arguments, message):
     np.save(tmp_path / "wide.npy", np.zeros((3, 77), np.int32))
+    np.savez(tmp_path / "wide.npz", np.zeros((3, 154), np.int32))
+    (tmp_path / "empty.npy").touch()
     arguments = [argument.format(tmp_path) for argument in arguments]
     assert main(["prepare", "yfcc15m", str(tmp_path / "out"), *arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()

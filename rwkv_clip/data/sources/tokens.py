@@ -33,6 +33,21 @@ class TokenColumns:
         return cls(name, Path(path), int(first or 0), -1 if last is None else int(last))
 
 
+def map_array(path: Path) -> np.ndarray:
+    """The array of an `.npy` file, mapped.
+
+    Raises:
+        UserError: the file cannot be read or is no `.npy`.
+    """
+    try:
+        return np.lib.format.open_memmap(path, mode="r")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(
+            f"--tokens {path} cannot be read as .npy ({reason}): give one array as `numpy.save` writes it"
+        ) from None
+
+
 class WithTokens(Source):
     """A source with further captions from arrays of token ids.
 
@@ -105,10 +120,7 @@ class WithTokens(Source):
 
     def _array(self, path: Path) -> np.ndarray:
         if path not in self._arrays:
-            try:
-                array = np.load(path, mmap_mode="r")
-            except (OSError, ValueError) as error:
-                raise UserError(f"--tokens {path} cannot be read as .npy: {error}") from None
+            array = map_array(path)
             if array.ndim != 2 or array.dtype.kind not in "iuf":
                 raise UserError(f"--tokens {path} is {array.dtype} {list(array.shape)}: numbers [rows, ids] are needed")
             self._arrays[path] = array
