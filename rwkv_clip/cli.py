@@ -7,6 +7,7 @@ command is called, so that one command's missing dependency never stops another.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import sys
 from typing import Any, NoReturn
@@ -43,6 +44,9 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: list[str] | None = None) -> int:
     """Parse `argv` (default: the process's own arguments), run one subcommand, return its exit status."""
     argv = sys.argv[1:] if argv is None else argv
+    # Names of files may hold bytes that are no text; stderr shows them so already.
+    with contextlib.suppress(AttributeError):  # a stream of another kind may stand in
+        sys.stdout.reconfigure(errors="backslashreplace")
     parser = _Parser(prog="rwkv-clip", description="Data, evaluation and export for RWKV-CLIP.")
     parser.add_argument("--version", action="version", version=f"rwkv-clip {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -58,6 +62,9 @@ def main(argv: list[str] | None = None) -> int:
         return args.run(args)
     except UserError as error:
         return report(error)
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr, flush=True)
+        return 130
 
 
 if __name__ == "__main__":

@@ -4,10 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import UserError
+
+
+def refuse_mount_point(out: Path) -> None:
+    """Refuse a folder whose place a finished one could not take, before the work is done.
+
+    Raises:
+        UserError: `out` is a mount point.
+    """
+    if os.path.ismount(out):
+        raise UserError(
+            f"{out} is a mount point, which cannot be replaced: name a folder in it, such as {out / 'data'}"
+        )
 
 
 @contextlib.contextmanager

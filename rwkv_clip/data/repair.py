@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
-from ..errors import UserError
+from ..errors import UserError, os_errors_in_words
 from .dataset import MANIFEST_NAME, Dataset, caption_names_of_width, find_records, read_manifest, write_manifest
+from .exclusive import exclusive, refuse_mount_point
 from .progress import Log, Progress
 from .record_scan import scan_records
 from .recordio import RecordFile, RecordWriter
@@ -69,26 +72,54 @@ def open_damaged(path: str | os.PathLike, log: Log | None = None) -> Dataset:
 def repair(path: str | os.PathLike, out: str | os.PathLike, workers: int | None = None, log: Log | None = None) -> dict:
     """Copy the usable records of `path` into the new folder `out`, shard by shard, keys and order kept.
 
-    Records that are left out are listed in `out/left_out.jsonl` with file, key and reason.
+    Records that are left out are listed in `out/left_out.jsonl` with file, key and reason. `out` appears when it is
+    complete.
 
     Returns:
         {"records": kept, "left_out": number, "shards": number}.
 
     Raises:
-        UserError: `out` holds files, or no record is usable.
+        UserError: `out` holds files, the disk refuses a write, or no record is usable.
     """
-    out = Path(out)
+    out = Path(os.path.realpath(out))
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is not an empty folder: give another one for the clean copy")
+    refuse_mount_point(out)
     dataset = open_damaged(path, log)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot make the folder {out}: {error.strerror}") from None
+    with _new_folder(out) as folder:
+        counts = _copy_shards(dataset, path, folder, workers, log)
+    if not counts["shards"]:
+        raise UserError(f"no record of {path} is usable: {out / 'left_out.jsonl'} says why, record by record")
+    return counts
+
+
+@contextlib.contextmanager
+def _new_folder(out: Path) -> Iterator[Path]:
+    """A folder that gets the name `out` when the block ends well, and is removed when it does not."""
+    partial = out.with_name(f"{out.name}.partial")
+    if (partial / "recipe.json").exists():
+        raise UserError(f"{partial} is an unfinished packing: give another folder for the clean copy")
+    with os_errors_in_words(partial), exclusive(partial, f"another process is writing {partial}"):
+        try:
+            folder = partial / "data"
+            if folder.exists():  # that of a process that was killed
+                shutil.rmtree(folder)
+            folder.mkdir()
+            yield folder
+            if out.exists():
+                out.rmdir()
+            folder.rename(out)
+        finally:
+            shutil.rmtree(partial)
+
+
+def _copy_shards(
+    dataset: Dataset, path: str | os.PathLike, out: Path, workers: int | None, log: Log | None
+) -> dict[str, int]:
     progress = Progress("copying", len(dataset), log=log)
     shard_names: list[str] = []
     kept = left_out = 0
-    with open(out / "left_out.jsonl", "w", encoding="utf-8") as listing:
+    with open(out / "left_out.jsonl", "w", encoding="utf-8", errors="surrogateescape") as listing:
         for shard, file in enumerate(dataset.files):
             with RecordWriter(out / file.rec_path.stem) as writer:
                 for judged in in_order(lambda ids: judge(dataset, ids, decode=True), _chunks(dataset, shard), workers):
@@ -100,10 +131,9 @@ def repair(path: str | os.PathLike, out: str | os.PathLike, workers: int | None 
             kept += writer.num_records
             shard_names.append(file.rec_path.stem)
             file.release()
-    if not shard_names:
-        raise UserError(f"no record of {path} is usable: {out / 'left_out.jsonl'} says why, record by record")
-    source = {"repaired_from": str(Path(path).resolve()), "records_left_out": left_out}
-    write_manifest(out, shard_names, dataset.caption_names, source)
+    if shard_names:
+        source = {"repaired_from": str(Path(path).resolve()), "records_left_out": left_out}
+        write_manifest(out, shard_names, dataset.caption_names, source)
     return {"records": kept, "left_out": left_out, "shards": len(shard_names)}
 
 

@@ -288,6 +288,43 @@ def test_repair_never_overwrites(pairs, capsys):
     assert "is not an empty folder" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("error", "status", "message"),
+    [(KeyboardInterrupt(), 130, "stopped"), (OSError(28, "No space left on device"), 2, "No space left on device")],
+)
+def test_a_repair_that_is_stopped_leaves_nothing_and_the_same_command_works(
+    with_broken_images, tmp_path, capsys, monkeypatch, error, status, message
+):
+    arguments = ["inspect", str(with_broken_images), "--repair", str(tmp_path / "clean")]
+    write, written = RecordWriter.write, []
+
+    def stop_in_the_second_shard(writer, *values, **options):
+        written.append(values)
+        if len(written) > 4:
+            raise error
+        write(writer, *values, **options)
+
+    monkeypatch.setattr(RecordWriter, "write", stop_in_the_second_shard)
+    assert main(arguments) == status
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+    assert not list(tmp_path.glob("clean*"))
+    monkeypatch.undo()
+    assert main(arguments) == 0 and len(open_dataset(tmp_path / "clean")) == 6
+    assert not (tmp_path / "clean.partial").exists()
+
+
+def test_repair_keeps_an_unfinished_packing_and_refuses_a_mount_point(pairs, tmp_path, monkeypatch):
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial/recipe.json").touch()
+    with pytest.raises(UserError, match="out.partial is an unfinished packing"):
+        repair(pairs / "split", tmp_path / "out")
+    assert (tmp_path / "out.partial/recipe.json").exists()
+    monkeypatch.setattr("os.path.ismount", lambda _: True)
+    with pytest.raises(UserError, match="is a mount point"):
+        repair(pairs / "split", tmp_path / "other")
+
+
 def test_repair_of_data_without_a_usable_record_says_so(tmp_path):
     label = tokenize_numpy(["x"]).astype(np.float32).reshape(-1)
     with RecordWriter(tmp_path / "x") as writer:
