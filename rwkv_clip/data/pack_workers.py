@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 
-from ..errors import UserError
+from ..errors import UserError, os_errors_in_words
 from .images import ImageChecker
 from .pack_shard import Job, pack_shard
 
@@ -102,7 +102,8 @@ def _work(job: Job, shards: list[int], next_shard, rows_done, sender: Connection
             if position >= len(shards):
                 break
             try:
-                pack_shard(job, shards[position], checker, tick)
+                with os_errors_in_words(job.folder):
+                    pack_shard(job, shards[position], checker, tick)
             except UserError as error:
                 sender.send(str(error))
                 return

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 import time
@@ -21,11 +22,11 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import UserError
+from ..errors import UserError, os_errors_in_words
 from . import pack_workers
 from .bad_records import MAX_PIXELS
 from .dataset import MANIFEST_NAME, read_manifest, write_manifest
-from .exclusive import exclusive
+from .exclusive import exclusive, refuse_mount_point
 from .images import Limits, has_strict_decoder
 from .pack_shard import Job, ShardReport
 from .progress import Progress
@@ -69,8 +70,11 @@ def pack(
     """
     limits = limits or Limits()
     _check_settings(limits, shard_size, name, num_workers)
-    out = Path(os.path.abspath(out))
-    finished = _finished_recipe(out)
+    out = Path(os.path.realpath(out))  # the folder takes the place of what a link leads to, not of the link
+    with os_errors_in_words(out):
+        finished = _finished_recipe(out)
+    if finished is None:
+        refuse_mount_point(out)
     partial = out.with_name(out.name + ".partial")
     start = time.monotonic()
     with _working_folder(partial):
@@ -141,7 +145,7 @@ def _finished_recipe(out: Path) -> dict[str, Any] | None:
 @contextlib.contextmanager
 def _working_folder(partial: Path) -> Iterator[None]:
     """`partial`, for one packer at a time. One without a recipe, in which no work was begun, is removed again."""
-    with exclusive(partial, f"another packer is writing {partial}"):
+    with os_errors_in_words(partial), exclusive(partial, f"another packer is writing {partial}"):
         try:
             yield
         finally:
@@ -186,14 +190,18 @@ def _job(source: Source, partial: Path, recipe: dict[str, Any], limits: Limits, 
     """Set up the working folder, keeping the shards that an interrupted run of the same recipe finished."""
     recipe_path = partial / "recipe.json"
     data, reports = partial / "data", partial / "reports"
-    before = json.loads(recipe_path.read_text(encoding="utf-8")) if recipe_path.exists() else None
+    before = None
+    with contextlib.suppress(FileNotFoundError, ValueError):  # a machine that went down may leave it empty
+        before = json.loads(recipe_path.read_text(encoding="utf-8"))
     if before != recipe:
         if before is not None:
             print(f"starting anew: an unfinished packing had {_difference(before, recipe)}")
         recipe_path.unlink(missing_ok=True)
         for folder in (data, reports):
             _fresh(folder)
-        recipe_path.write_text(json.dumps(recipe), encoding="utf-8")
+        new = partial / "recipe.json.new"
+        new.write_text(json.dumps(recipe), encoding="utf-8")
+        os.replace(new, recipe_path)
     for left_over in (*data.glob("*.partial"), *reports.glob("*.partial")):
         left_over.unlink()
     order = None
@@ -233,7 +241,7 @@ def _finish(job: Job, recipe: dict[str, Any], out: Path, partial: Path) -> dict[
                 names.append(job.shard_name(shard))
             for row, where, kind, detail in report.skipped:
                 skipped[kind] += 1
-                file.write("\t".join(" ".join(str(value).split()) for value in (row, where, kind, detail)) + "\n")
+                file.write("\t".join(_field(value) for value in (row, where, kind, detail)) + "\n")
     if not packed:
         shutil.rmtree(partial)
         raise UserError(f"none of the {len(job.source):,} rows could be packed: {_counts(skipped)}")
@@ -255,6 +263,12 @@ def _finish(job: Job, recipe: dict[str, Any], out: Path, partial: Path) -> dict[
         raise UserError(f"cannot give {job.folder} its name {out}: {error.strerror}") from None
     shutil.rmtree(partial)
     return report
+
+
+def _field(value: int | str) -> str:
+    """A value in one line of text; halves of UTF-16 pairs, which JSON may hold and no file can, become U+FFFD."""
+    # U+DC80 to U+DCFF stand for the bytes of names that are no text, and are written as these bytes.
+    return " ".join(re.sub("[\ud800-\udc7f\udd00-\udfff]", "\ufffd", str(value)).split())
 
 
 def _counts(counts: Counter | dict[str, int]) -> str:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -212,6 +213,46 @@ def test_a_folder_with_other_things_in_it_is_left_alone(tmp_path):
 def test_an_empty_folder_may_be_the_output(tmp_path):
     (tmp_path / "out").mkdir()
     assert pack_here(make_table(tmp_path / "in", 3), tmp_path / "out")["packed"] == 3
+
+
+def test_a_link_to_an_empty_folder_may_be_the_output_and_a_mount_point_is_refused_at_the_start(
+    tmp_path, capsys, monkeypatch
+):
+    table = make_table(tmp_path / "in", 3)
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to("disk")
+    pack_here(table, tmp_path / "out")
+    assert (tmp_path / "out").is_symlink() and len(open_dataset(tmp_path / "disk")) == 3
+    pack_here(table, tmp_path / "out")
+    assert "is packed already" in capsys.readouterr().out
+    (tmp_path / "mount").mkdir()
+    monkeypatch.setattr("os.path.ismount", lambda path: Path(path) == tmp_path / "mount")
+    with pytest.raises(UserError, match="mount is a mount point, .*: name a folder in it, such as .*mount/data"):
+        pack_here(table, tmp_path / "mount")
+    assert not (tmp_path / "mount.partial").exists()
+
+
+def test_names_that_are_no_text_are_listed_and_printed(tmp_path, fixtures, monkeypatch):
+    """A file name of other bytes than UTF-8, and half of a UTF-16 pair that JSON may hold."""
+    table = make_table(tmp_path / "in", 1).with_suffix(".jsonl")
+    table.write_text('{"image": "00000.jpg", "caption": "x"}\n{"image": "\\ud83d.jpg", "caption": "x"}\n')
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    shutil.copy(fixtures / "img/rgb.jpg", folder / "a.jpg")
+    (folder / "a.txt").write_text("fine")
+    (folder / os.fsdecode(b"caf\xe9.jpg")).write_bytes(b"no picture")
+    (folder / os.fsdecode(b"caf\xe9.txt")).write_text("a caption")
+    for source, listed, printed in (
+        (table, "\ufffd.jpg".encode(), b"\xef\xbf\xbd.jpg"),
+        (folder, b"caf\xe9", b"caf\\udce9"),
+    ):
+        out = tmp_path / f"{source.name}-out"
+        stdout = io.TextIOWrapper(io.BytesIO(), "utf-8", errors="strict")
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert main(["pack", str(source), str(out), "--workers", "0"]) == 0
+        stdout.flush()
+        assert printed in stdout.buffer.getvalue()
+        assert listed in (out / "skipped.tsv").read_bytes()
 
 
 def test_when_no_row_can_be_packed_the_reasons_are_counted(tmp_path):

@@ -85,7 +85,7 @@ def test_copies_of_parquet_files_that_are_finished_outlive_what_stops_the_next_o
     tmp_path, capsys, monkeypatch, error, status
 ):
     files = make_parquet(tmp_path / "in", [3, 3, 3])
-    command = ["pack", str(tmp_path / "in"), str(tmp_path / "out"), "--workers", "1"]
+    command = ["pack", str(tmp_path / "in"), str(tmp_path / "out"), "--workers", "0"]
     picture, seen = parquet._picture, []
 
     def stop_in_the_third(value):
@@ -185,6 +185,41 @@ def test_a_full_disk_is_one_message_and_leaves_no_result(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="No space left"):
         pack_here(table, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "message"),
+    [
+        ("numpy.save", OSError("600 requested and 512 written"), "600 requested and 512 written (is the disk full?)"),
+        ("pathlib.Path.write_text", OSError(28, "No space left on device"), "out.partial: No space left on device"),
+        ("rwkv_clip.data.packing.pack_workers.run", OSError(28, "No space left", "x.rec"), "x.rec: No space left"),
+        ("rwkv_clip.data.packing.write_manifest", OSError(5, "Input/output error"), "out.partial: Input/output error"),
+    ],
+)
+def test_what_the_system_refuses_anywhere_is_one_line_and_the_same_command_works_later(
+    tmp_path, capsys, monkeypatch, function, error, message
+):
+    def refuse(*_, **__):
+        raise error
+
+    command = ["pack", str(make_table(tmp_path / "in", 3)), str(tmp_path / "out"), "--workers", "0"]
+    monkeypatch.setattr(function, refuse)
+    assert main(command) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line and line.endswith("give the same command again")
+    assert not (tmp_path / "out").exists()
+    monkeypatch.undo()
+    assert main(command) == 0
+
+
+@pytest.mark.parametrize("content", [b"", b'{"version": 1, "sour', b"\xff\0"])
+def test_a_recipe_that_a_crash_left_empty_or_cut_counts_as_none(tmp_path, content):
+    table = make_table(tmp_path / "in", 3)
+    (tmp_path / "out.partial/data").mkdir(parents=True)
+    (tmp_path / "out.partial/recipe.json").write_bytes(content)
+    (tmp_path / "out.partial/data/data-00000.rec").write_bytes(b"of another packing")
+    assert pack_here(table, tmp_path / "out")["packed"] == 3
+    assert len(open_dataset(tmp_path / "out")) == 3
 
 
 def test_a_process_that_is_killed_is_reported_and_the_same_command_goes_on(tmp_path):
