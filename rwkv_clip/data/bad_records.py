@@ -12,6 +12,7 @@ import numpy as np
 
 from ..errors import UserError
 
+# The usual ones, for the words about a header that the decoder refuses; it reads others, too.
 _IMAGE_STARTS = (b"\xff\xd8", b"\x89PNG", b"BM", b"II*\0", b"MM\0*", b"RIFF", b"\0\0\0\x0cjP", b"\xff\x4f\xff\x51")
 _DECODE_AT_ONCE = 16
 # Larger pictures are not decoded: one alone takes more than half a gigabyte, in the middle of a run.
@@ -44,8 +45,6 @@ def _judge(nvimgcodec, decoder, payloads: Sequence[memoryview | bytes]) -> list[
         start = bytes(payload[:8])
         if not start:
             faults[i] = "it is empty"
-        elif not start.startswith(_IMAGE_STARTS):
-            faults[i] = f"it starts with {start!r}, no format that can be decoded"
         else:
             try:
                 stream = nvimgcodec.CodeStream(bytes(payload))
@@ -55,7 +54,10 @@ def _judge(nvimgcodec, decoder, payloads: Sequence[memoryview | bytes]) -> list[
                 else:
                     streams[i] = stream
             except Exception:  # the library raises its own kinds, and its words name no cause
-                faults[i] = "its header is broken"
+                known = start.startswith(_IMAGE_STARTS)
+                faults[i] = (
+                    "its header is broken" if known else f"it starts with {start!r}, no format that can be decoded"
+                )
     for i, image in zip(streams, decoder.decode(list(streams.values())), strict=True):
         if image is None:
             faults[i] = "it is damaged or cut short"

@@ -2,8 +2,8 @@
 
 The bytes stay as they are whenever the loader shows them rightly (EXIF orientation included, which it applies). They
 are encoded anew, as JPEG, when it would not: alpha (the loader drops it and hidden colours show), CMYK, palettes (the
-loader's GPU decoder shows them wrongly), animations, files of several pages, formats that it cannot read (GIF, ICO,
-AVIF), and pictures larger than anyone trains on.
+loader's GPU decoder shows them wrongly), TIFF in LAB or gray with alpha, animations, files of several pages, formats
+that it cannot read (GIF, ICO, AVIF), and pictures larger than anyone trains on. Pixels that are floats are refused.
 """
 
 from __future__ import annotations
@@ -147,6 +147,8 @@ class ImageChecker:
         limit = self.limits.max_side
         try:
             picture = Image.open(io.BytesIO(data))
+            if picture.mode == "F":
+                raise BadImage("pixels are floats", "nothing tells their black and white: save it with 8 or 16 bits")
             if limit:
                 picture.draft("RGB", (limit, limit))
             picture = on_white(ImageOps.exif_transpose(picture))
@@ -154,6 +156,8 @@ class ImageChecker:
                 picture.thumbnail((limit, limit), Image.Resampling.LANCZOS)
             out = io.BytesIO()
             picture.save(out, "JPEG", quality=JPEG_QUALITY, subsampling=0)
+        except BadImage:
+            raise
         except Exception as error:
             raise BadImage("cannot be decoded", f"{type(error).__name__}: {error}"[:200]) from None
         return out.getvalue()
@@ -182,12 +186,14 @@ def _hidden_trouble(data: bytes) -> str | None:
         picture = Image.open(io.BytesIO(data))
         if getattr(picture, "is_animated", False) and picture.format not in ("PNG", "MPO"):
             return "animation"
-        if picture.mode == "CMYK":
-            return "CMYK"
+        if picture.mode in ("CMYK", "LAB", "F"):
+            return picture.mode
         if picture.has_transparency_data and picture.convert("RGBA").getchannel("A").getextrema()[0] < 255:
             return "alpha over white"
         if picture.mode == "P":
             return "palette"
+        if picture.mode == "LA" and picture.format == "TIFF":  # shown with the alpha as its green
+            return "gray with alpha"
     except Exception:  # the strict decoder has the last word on what is broken
         return None
     return None

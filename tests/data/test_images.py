@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 from rwkv_clip.data import images
+from rwkv_clip.data.bad_records import decode_faults
 from rwkv_clip.data.images import BadImage, ImageChecker, Limits, on_white
 
 # Rotated by its EXIF tag: the picture as a person sees it has blue where the file has red.
@@ -214,18 +215,47 @@ def test_opaque_alpha_is_no_reason_to_encode_anew(check):
 
 @pytest.mark.parametrize(
     ("format", "mode"),
-    [("GIF", "RGB"), ("ICO", "RGBA"), ("TIFF", "CMYK"), ("PNG", "I;16"), ("PNG", "LA"), ("PCX", "RGB")],
+    [
+        ("GIF", "RGB"),
+        ("ICO", "RGBA"),
+        ("TIFF", "CMYK"),
+        ("PNG", "I;16"),
+        ("PNG", "LA"),
+        ("PCX", "RGB"),
+        ("TIFF", "LAB"),
+        ("TIFF", "LA"),
+        ("TIFF", "RGBA"),
+        ("TIFF", "I;16"),
+        ("TIFF", "YCbCr"),
+        ("JPEG2000", "RGBA"),
+        ("PPM", "RGB"),
+    ],
 )
-def test_any_format_ends_as_something_the_loader_decodes(check, format, mode):
+def test_any_format_ends_as_something_the_loader_decodes_and_the_checks_of_packed_data_accept(check, format, mode):
     picture = Image.new("RGB", (48, 48), (200, 100, 50))
     if mode == "I;16":
         picture = Image.fromarray(np.full((48, 48), 40_000, np.uint16))
     elif mode != "RGB":
         picture = picture.convert(mode)
     payload, _ = check(encode(picture, format))
+    assert decode_faults([payload]) == [None]
     expected = (156,) * 3 if mode == "I;16" else (128,) * 3 if mode == "LA" else (200, 100, 50)
     tolerance = 12 if mode == "LA" else 4
     assert np.abs(dali_decode(payload).reshape(-1, 3).mean(0) - expected).max() < tolerance
+
+
+@pytest.mark.parametrize("options", [dict(format="TIFF", big_tiff=True), dict(format="PPM"), dict(format="JPEG2000")])
+def test_what_keeps_its_bytes_is_no_bad_record(check, options):
+    data = encode(Image.new("RGB", (40, 30), (200, 100, 50)), **options)
+    assert check(data) == (data, None) and decode_faults([data]) == [None]
+    assert decode_faults([data[:20], b"GIF89a.."])[1].startswith("it starts with b'GIF89a..', no format that")
+
+
+@pytest.mark.parametrize("format", ["TIFF", "PPM"])
+def test_pixels_that_are_floats_are_refused(check, format):
+    data = encode(Image.fromarray(np.full((48, 48), 120, np.float32)), format)
+    with pytest.raises(BadImage, match="pixels are floats: .*: save it with 8 or 16 bits"):
+        check(data)
 
 
 def test_a_large_side_is_scaled_down_and_zero_keeps_it():
