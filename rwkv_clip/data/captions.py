@@ -58,6 +58,8 @@ def _checked_ids(caption: Sequence[int] | np.ndarray, i: int) -> np.ndarray:
         row = np.asarray(caption).astype(np.float64).reshape(-1)
     except (TypeError, ValueError):
         raise RowError("wrong token ids", f"caption {i + 1} is no list of numbers") from None
+    except OverflowError:  # JSON's whole numbers have no limit
+        raise RowError("wrong token ids", f"caption {i + 1} holds ids outside 0 to {VOCABULARY_SIZE - 1}") from None
     if len(row) > CONTEXT_LENGTH:
         raise RowError("wrong token ids", f"caption {i + 1} has {len(row)} ids, at most {CONTEXT_LENGTH}")
     if not row.any():

@@ -87,6 +87,7 @@ def pack(
                     f"captions a row ({', '.join(source.caption_names)})"
                 )
             source.caption_names = caption_names
+        _check_caption_names(source.caption_names)
         recipe = _recipe(source, limits, missing, shard_size, name, seed)
         if finished is not None:
             if finished != recipe:
@@ -119,7 +120,7 @@ def _check_settings(limits: Limits, shard_size: int, name: str, num_workers: int
         raise UserError(f"--workers is {num_workers}: give 1 or more processes")
     if not name or "/" in name or name.startswith("."):
         raise UserError(f"--name is {name!r}: give the start of a file name")
-    if limits.min_side < 1 or limits.max_aspect < 1 or limits.max_pixels < 1 or limits.max_side < 0:
+    if limits.min_side < 1 or not limits.max_aspect >= 1 or limits.max_pixels < 1 or limits.max_side < 0:
         raise UserError(
             f"--min-side {limits.min_side}, --max-aspect {limits.max_aspect:g}, --max-pixels {limits.max_pixels} and "
             f"--max-side {limits.max_side}: at least 1, 1, 1 and 0 are needed"
@@ -131,6 +132,18 @@ def _check_settings(limits: Limits, shard_size: int, name: str, num_workers: int
         )
     if 0 < limits.max_side < limits.min_side:
         raise UserError(f"--max-side {limits.max_side} is below --min-side {limits.min_side}")
+
+
+def _check_caption_names(names: list[str]) -> None:
+    for name in names:
+        if not name.strip() or "=" in name or "," in name:  # training is told of them by NAME=WEIGHT,NAME=WEIGHT
+            raise UserError(
+                f"a caption is called {name!r}: give names that are not empty, without = and comma, by --caption-names"
+            )
+        if names.count(name) > 1:
+            raise UserError(
+                f"{names.count(name)} captions are called {name!r}: give each its own name by --caption-names"
+            )
 
 
 def _finished_recipe(out: Path) -> dict[str, Any] | None:

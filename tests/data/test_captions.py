@@ -59,6 +59,7 @@ def test_token_ids_are_stored_as_they_are_and_may_stand_beside_text():
         ([49406, 320, 1929], "ends with 1929"),
         ([49406, 50000, 49407], "outside 0 to 49407"),
         ([49406, -1, 49407], "outside"),
+        ([49406, 10**400, 49407], "outside"),
         ([49406, 1.5, 49407], "outside"),
         ([49406] + [1] * 80, "81 ids, at most 77"),
         (["a", "b"], "no list of numbers"),

@@ -84,6 +84,10 @@ def test_pictures_are_found_relative_to_the_table_or_to_a_given_folder(folder, t
     [
         ("t.tsv", "", "holds no rows"),
         ("t.tsv", "image\tcaption\n", "a header and no rows"),
+        ("t.csv", "", "holds no rows"),
+        ("t.csv", "\n\n", "holds no rows"),
+        ("t.csv", "image,caption,caption\na.jpg,x,y\n", "has 2 columns 'caption': rename them"),
+        ("t.tsv", "image\tcaption\timage\na.jpg\tx\ty\n", "has 2 columns 'image': rename them"),
         ("t.tsv", "image caption\na.jpg one\n", "one column .* separated by tabs"),
         ("t.csv", "image;caption\na.jpg;one\n", "one column .* separated by commas"),
         ("t.tsv", "image\tsize\na.jpg\t7\n", "no caption column .* --caption-columns"),

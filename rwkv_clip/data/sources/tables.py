@@ -61,9 +61,9 @@ class TableSource(Source):
 
     def build_index(self, folder: Path) -> None:
         starts, ends, numbers, digest = scan_lines(self.path)
-        starts, ends, numbers = self._join(starts, ends, numbers)
         if not len(starts):
             raise UserError(f"{self.path} holds no rows")
+        starts, ends, numbers = self._join(starts, ends, numbers)
         skip = self._understand([self._file.read(s, e) for s, e in zip(starts[:SAMPLE_ROWS], ends, strict=False)])
         if len(starts) == skip:
             raise UserError(f"{self.path} holds a header and no rows")
@@ -150,6 +150,9 @@ class _ColumnSource(TableSource):
             self.caption_names = [f"caption{i}" for i in range(len(self.caption_columns))]
         if self.key_column is not None and self.key_column not in names:
             raise UserError(f"{self.path} has no column {self.key_column!r}; it has {', '.join(names)}")
+        for name in (self.image_column, *self.caption_columns, self.key_column):
+            if names.count(name) > 1:
+                raise UserError(f"{self.path} has {names.count(name)} columns {name!r}: rename them in its first line")
         self._columns = names
         self._image_index = names.index(self.image_column)
         self._caption_indices = [names.index(name) for name in self.caption_columns]
