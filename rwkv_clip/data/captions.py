@@ -14,7 +14,7 @@ MISSING_RULES = ("fill", "skip", "keep")
 Caption = "str | Sequence[int] | np.ndarray | None"
 
 
-def encode_captions(captions: Sequence[Caption], rule: str) -> tuple[np.ndarray, int]:
+def encode_captions(captions: Sequence[Caption], rule: str, why_none: str = "") -> tuple[np.ndarray, int]:
     """The label of one record.
 
     A caption is missing when it is None or when nothing is left of it after cleaning. `rule` says what then happens:
@@ -24,6 +24,7 @@ def encode_captions(captions: Sequence[Caption], rule: str) -> tuple[np.ndarray,
     Args:
         captions: per caption its text, its token ids (start and end token included, zeros after it allowed), or None.
         rule: one of MISSING_RULES.
+        why_none: what to say of a row that is left out because it has no caption at all.
 
     Returns:
         (float32 [len(captions) * 77], number of captions that were filled in).
@@ -40,14 +41,14 @@ def encode_captions(captions: Sequence[Caption], rule: str) -> tuple[np.ndarray,
             ids[i] = _checked_ids(caption, i)
     missing = (ids[:, 0] != START_TOKEN) | ((ids[:, 1] == END_TOKEN) & (ids[:, 2] == 0))
     if missing.any():
+        if missing.all() and rule != "keep":
+            raise RowError("no caption", why_none)
         if rule == "skip":
             raise RowError("caption missing", f"caption {int(missing.argmax()) + 1} of {len(captions)}")
         if rule == "keep":
             ids[missing] = 0
             ids[missing, :2] = START_TOKEN, END_TOKEN
             return ids.reshape(-1), 0
-        if missing.all():
-            raise RowError("no caption", "")
         ids[missing] = ids[missing.argmin()]
     return ids.reshape(-1), int(missing.sum())
 

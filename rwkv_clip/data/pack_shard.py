@@ -131,7 +131,7 @@ def pack_shard(job: Job, shard: int, checker: ImageChecker, tick: Callable[[], N
 
 def _record(job: Job, i: int, checker: ImageChecker) -> tuple[np.ndarray, bytes, list[str]]:
     row = job.source.row(i)
-    label, filled = encode_captions(row.captions, job.missing)
+    label, filled = encode_captions(row.captions, job.missing, row.why_none)
     payload, change = checker(row.image)
     if len(payload) + label.nbytes + 64 > MAX_CONTENT_BYTES:
         raise BadImage("file too large", f"{len(payload) >> 20} MB")

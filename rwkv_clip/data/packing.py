@@ -92,7 +92,10 @@ def pack(
         if finished is not None:
             if finished != recipe:
                 raise UserError(f"{out} holds another packing ({_difference(finished, recipe)}): name another folder")
-            print(f"{out} is packed already; nothing to do")
+            print(
+                f"{out} is packed already; nothing to do (files of single pictures are not looked at: to pack changed "
+                "ones, name another folder)"
+            )
             return json.loads((out / REPORT_NAME).read_text(encoding="utf-8"))
         if not has_strict_decoder():
             print(

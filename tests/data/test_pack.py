@@ -201,6 +201,21 @@ def test_a_second_run_does_nothing_and_another_packing_is_refused(tmp_path, caps
     assert not (tmp_path / "out.partial").exists()
 
 
+def test_corrected_captions_of_a_folder_are_another_packing_and_the_message_says_what_is_not_looked_at(
+    folder, capsys, tmp_path_factory
+):
+    (folder / "a.txt").write_text("a caption")
+    out = tmp_path_factory.mktemp("packed") / "out"
+    assert pack_here(folder, out)["skipped"] == {"no caption": 7}
+    assert "b.jpg\tno caption\tthere is no b.txt" in (out / "skipped.tsv").read_text()
+    pack_here(folder, out)
+    assert "nothing to do (files of single pictures are not looked at" in capsys.readouterr().out
+    (folder / "a.txt").write_text("the corrected caption")
+    with pytest.raises(UserError, match="holds another packing"):
+        pack_here(folder, out)
+    assert pack_here(folder, out.with_name("kept"), missing="keep")["packed"] == 8
+
+
 def test_a_folder_with_other_things_in_it_is_left_alone(tmp_path):
     table = make_table(tmp_path / "in", 3)
     (tmp_path / "out").mkdir()

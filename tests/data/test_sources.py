@@ -3,6 +3,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import pickle
 import shutil
 
@@ -237,8 +238,8 @@ def test_a_folder_takes_the_text_file_beside_each_picture(folder):
     write(folder / "a.txt", "one\n\ntwo\n")
     write(folder / "b.txt", "only one")
     source = indexed(folder)
-    missing = "caption file missing"
-    assert read_all(source) == [["one", "two"], ["only one", None], *[missing] * 6, ["a cat", None]]
+    assert read_all(source) == [["one", "two"], ["only one", None], *[[None, None]] * 6, ["a cat", None]]
+    assert source.row(2).why_none == "there is no c.txt" and not source.row(1).why_none
     assert source.where(8) == "deep/er/猫.PNG"
     assert source.caption_names == ["caption0", "caption1"]
 
@@ -253,7 +254,79 @@ def test_parallel_folders_are_one_caption_each(tmp_path, fixtures):
     write(tmp_path / "raw/x/000000001.txt", "RAW")
     source = indexed(tmp_path)
     assert source.caption_names == ["captions", "raw"]
-    assert read_all(source) == [["a caption in two lines", "RAW"], ["another", None], "caption file missing"]
+    assert read_all(source) == [["a caption in two lines", "RAW"], ["another", None], [None, None]]
+
+
+def test_a_folder_of_texts_that_are_no_captions_is_not_taken_for_them(folder):
+    """A licence beside the folder of pictures, each of which has its text beside it."""
+    (folder / "photos").mkdir()
+    (folder / "docs").mkdir()
+    shutil.move(folder / "a.jpg", folder / "photos/a.jpg")
+    write(folder / "photos/a.txt", "a caption")
+    write(folder / "docs/LICENSE.txt", "a licence")
+    source = indexed(folder)
+    assert source.caption_names == ["caption0"] and read_all(source)[-1] == ["a caption"]
+
+
+def test_parallel_folders_beside_pictures_at_the_top(folder):
+    for name in ("img", "captions"):
+        (folder / name).mkdir()
+    shutil.move(folder / "a.jpg", folder / "img/a.jpg")
+    write(folder / "captions/a.txt", "A")
+    write(folder / "captions/b.TXT", "B")
+    source = indexed(folder)
+    assert read_all(source) == [["B"], *[[None]] * 6, ["A"]] and source.caption_names == ["captions"]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-be"])
+def test_text_files_are_found_by_either_suffix_and_read_by_their_byte_order_mark(folder, encoding):
+    mark = b"\xfe\xff" if encoding == "utf-16-be" else b""
+    write(folder / "a.TXT", mark + "é, 猫\r\n\r\ntwo".encode(encoding))
+    assert read_all(indexed(folder))[:2] == [["é, 猫", "two"], [None, None]]
+
+
+def test_what_is_no_regular_file_costs_its_own_row(folder):
+    (folder / "a.txt").mkdir()
+    os.mkfifo(folder / "b.txt")
+    (folder / "c.jpg").unlink()
+    os.mkfifo(folder / "c.jpg")
+    (folder / "d.jpg").unlink()
+    (folder / "d.jpg").symlink_to("d.jpg")
+    (folder / "e.jpg").unlink()
+    (folder / "e.jpg").symlink_to("nothing")
+    with open(folder / "f.jpg", "wb") as file:
+        file.truncate(300 << 20)
+    text = "caption file cannot be read"
+    image = "image cannot be read"
+    rows = [text, text, image, image, "image missing", "file too large", [None], [None]]
+    assert read_all(indexed(folder)) == rows
+    table = write(folder / "t.tsv", "image\tcaption\nc.jpg\tx\n/dev/zero\tx\ng.jpg\tx\n")
+    assert read_all(indexed(table)) == [image, image, ["x"]]
+
+
+def test_a_link_to_a_folder_that_holds_it_is_named_and_other_links_are_followed(folder, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    shutil.copy(folder / "a.jpg", elsewhere)
+    (folder / "more").symlink_to(elsewhere)
+    assert len(indexed(folder)) == 9
+    (folder / "more/up").symlink_to(elsewhere.parent)
+    with pytest.raises(UserError, match="more/up is a link to .*, a folder that holds it: remove the link"):
+        indexed(folder)
+
+
+def test_a_path_that_the_system_refuses_is_one_line(folder):
+    with pytest.raises(UserError, match="File name too long"):
+        open_source(folder / ("x" * 5000))
+
+
+@pytest.mark.parametrize(
+    ("file", "give"), [("data/0.parquet", "data"), ("x/y/0.tar", "x/y"), ("sub/t.csv", "sub/t.csv")]
+)
+def test_a_folder_without_pictures_names_the_source_in_it(tmp_path, file, give):
+    (tmp_path / file).parent.mkdir(parents=True)
+    write(tmp_path / file, "x")
+    with pytest.raises(UserError, match=f"holds no picture .*; it holds {file}: give {tmp_path / give}$"):
+        indexed(tmp_path)
 
 
 def test_the_order_of_a_folder_is_that_of_its_names_and_hidden_files_are_left_out(tmp_path):
@@ -289,6 +362,22 @@ def test_the_fingerprint_changes_with_rows_and_columns(folder):
     assert indexed(table, caption_columns=["text"]).fingerprint != first
     write(table, "image\tcaption\ttext\na.jpg\tone\ttwo!\n")
     assert indexed(table).fingerprint != first
+
+
+@pytest.mark.parametrize("change", ["rewritten", "longer", "added", "removed"])
+def test_the_fingerprint_of_a_folder_changes_with_its_captions(folder, change):
+    for name in "abc":
+        write(folder / f"{name}.txt", f"caption {name}")
+    first = indexed(folder).fingerprint
+    assert indexed(folder).fingerprint == first
+    if change == "rewritten":
+        write(folder / "b.txt", "caption B")
+        os.utime(folder / "b.txt", (1, 1))
+    elif change == "removed":
+        (folder / "b.txt").unlink()
+    else:
+        write(folder / ("b.txt" if change == "longer" else "d.txt"), "a longer caption")
+    assert indexed(folder).fingerprint != first
 
 
 def test_an_indexed_source_can_be_read_by_another_process(folder):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...errors import UserError
+from ...errors import UserError, os_errors_in_words
 from .base import Source
 from .folder import FolderSource
 from .parquet import ParquetSource
@@ -40,9 +40,10 @@ def open_source(
     Raises:
         UserError: nothing is there, or nothing that can be packed, or an option does not go with it.
     """
-    if images is not None and not images.is_dir():
-        raise UserError(f"--images {images} is no folder")
-    source = _open(path, images, image_column, list(caption_columns) if caption_columns else None, key_column)
+    with os_errors_in_words(path):
+        if images is not None and not images.is_dir():
+            raise UserError(f"--images {images} is no folder")
+        source = _open(path, images, image_column, list(caption_columns) if caption_columns else None, key_column)
     if tokens:
         return WithTokens(source, list(tokens), join_by_key)
     if join_by_key:

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import signal
+import stat
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import UserError
+from ..images import MAX_FILE_BYTES
 from ..progress import Log
 
 MAX_CAPTIONS = 8
@@ -42,11 +44,13 @@ class RowError(Exception):
 class Row:
     """One pair: the encoded picture, and its captions in the order of `Source.caption_names`.
 
-    A caption is text, token ids (list or array of numbers), or None when the row has none.
+    A caption is text, token ids (list or array of numbers), or None when the row has none; `why_none` says why it has
+    none at all, where that is known.
     """
 
     image: bytes
     captions: Sequence
+    why_none: str = ""
 
 
 class Source(ABC):
@@ -158,14 +162,23 @@ class Bytes:
         return {"path": self.path, "_descriptor": None}
 
 
-def read_image(path: Path) -> bytes:
-    """A picture file's bytes; a RowError when it is not there."""
+def read_file(path: Path, what: str = "image") -> bytes:
+    """The bytes of a row's file.
+
+    Raises:
+        RowError: it is not there, cannot be read, or is larger than any picture.
+    """
     try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # a pipe would be waited for without end
+            raise RowError(f"{what} cannot be read", f"{path} is no regular file")
+        if status.st_size > MAX_FILE_BYTES:
+            raise RowError("file too large", f"{path}: {status.st_size >> 20} MB, at most {MAX_FILE_BYTES >> 20} MB")
         return path.read_bytes()
     except FileNotFoundError:
-        raise RowError("image missing", str(path)) from None
+        raise RowError(f"{what} missing", str(path)) from None
     except (OSError, ValueError) as error:  # a path with a zero byte is a ValueError
-        raise RowError("image cannot be read", f"{path}: {getattr(error, 'strerror', None) or error}") from None
+        raise RowError(f"{what} cannot be read", f"{path}: {getattr(error, 'strerror', None) or error}") from None
 
 
 def choose_image_column(columns: Sequence[str], wanted: str | None, what: str) -> str:

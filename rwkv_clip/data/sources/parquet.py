@@ -30,7 +30,7 @@ from .base import (
     choose_caption_columns,
     choose_image_column,
     map_in_processes,
-    read_image,
+    read_file,
 )
 
 BATCH_ROWS = 256
@@ -129,7 +129,7 @@ class ParquetSource(Source):
         if kind == _NONE:
             raise RowError("no image", f"column {self.image_column} is empty")
         if kind == _PATH:
-            image = read_image(self.images / os.fsdecode(image))
+            image = read_file(self.images / os.fsdecode(image))
         return Row(image, self._lists.of(dict(zip(self.caption_columns, self._values(i), strict=False))))
 
     def _values(self, i: int) -> list[Any]:

@@ -26,7 +26,7 @@ from .base import (
     choose_caption_columns,
     choose_image_column,
     json_caption,
-    read_image,
+    read_file,
 )
 from .lines import join_csv_records, quote_state, scan_lines
 
@@ -92,7 +92,7 @@ class TableSource(Source):
             raise RowError("no image path", repr(image)[:80])
         if "://" in image:
             raise RowError("image is a URL", f"{image[:120]} (download it first)")
-        return Row(read_image(self.images / image.strip()), captions)
+        return Row(read_file(self.images / image.strip()), captions)
 
     def _line(self, i: int) -> bytes:
         return self._file.read(int(self._arrays["starts"][i]), int(self._arrays["ends"][i]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -107,7 +107,7 @@ class WithTokens(Source):
     def row(self, i: int) -> Row:
         row = self.source.row(i)
         captions = [*row.captions, *(self._tokens(column, i) for column in self.columns)]
-        return Row(row.image, [captions[n] for n in self._order])
+        return replace(row, captions=[captions[n] for n in self._order])
 
     def _tokens(self, column: TokenColumns, i: int) -> np.ndarray:
         array = self._array(column.path)

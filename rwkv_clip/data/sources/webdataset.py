@@ -77,7 +77,7 @@ class WebDatasetSource(Source):
         digest = hashlib.sha256()
         for array in (*starts, *places, *kinds):
             digest.update(np.ascontiguousarray(array).tobytes())
-        listed = [(tar.name, tar.stat().st_size) for tar in self.tars]
+        listed = [(tar.name, tar.stat().st_size, tar.stat().st_mtime_ns) for tar in self.tars]
         self.fingerprint = f"{digest.hexdigest()}/{listed}/{self.caption_names}"
 
     def __len__(self) -> int:
