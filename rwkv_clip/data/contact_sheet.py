@@ -44,7 +44,7 @@ def write_contact_sheet(dataset: Dataset, count: int, path: str | os.PathLike) -
     width = _TILE + 2 * _MARGIN
     sheet = Image.new("RGB", (columns * width, sum(heights)), "white")
     draw = ImageDraw.Draw(sheet)
-    font = ImageFont.load_default()
+    font = ImageFont.load_default_imagefont()  # load_default()'s has no letter with an accent
     top = _MARGIN
     for row, height in zip(grid, heights, strict=True):
         for column, (image, text) in enumerate(row):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..errors import UserError
+from ..errors import UserError, os_errors_in_words
 from .arguments import path
 from .dataset import Dataset, find_records, open_dataset
 from .survey import Survey, percentile, survey
@@ -46,6 +46,14 @@ def run(args: argparse.Namespace) -> int:
             f"inspect looks at images with nvImageCodec, the training decoder, which cannot be imported ({error}): "
             f"run `pip install nvidia-dali-cuda120`"
         ) from None
+    with os_errors_in_words(args.data):
+        result, is_sound = _look(args)
+    print(json.dumps(result, indent=1) if args.json else "\n".join(text_lines(result)), flush=True)
+    return 0 if is_sound else 1
+
+
+def _look(args: argparse.Namespace) -> tuple[dict, bool]:
+    """The report, and whether all is sound."""
     result: dict = {}
     if args.rebuild_index:
         result["rebuilt"] = _rebuild(args)
@@ -62,8 +70,7 @@ def run(args: argparse.Namespace) -> int:
         from .contact_sheet import write_contact_sheet
 
         result["shown"] = {"records": write_contact_sheet(dataset, args.show, args.out), "file": str(args.out)}
-    print(json.dumps(result, indent=1) if args.json else "\n".join(text_lines(result)), flush=True)
-    return 1 if index_faults or counts.faults else 0
+    return result, not (index_faults or counts.faults)
 
 
 def summary(

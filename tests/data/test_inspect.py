@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from rwkv_clip.cli import main
+from rwkv_clip.data.contact_sheet import write_contact_sheet
 from rwkv_clip.data.dataset import open_dataset, write_manifest
 from rwkv_clip.data.record_format import MAGIC_BYTES
 from rwkv_clip.data.record_scan import scan_records
@@ -237,6 +238,24 @@ def test_scan_of_something_else_is_refused(tmp_path, data):
     (tmp_path / "x.rec").write_bytes(data)
     with pytest.raises(UserError, match="is empty|holds no RecordIO record"):
         scan_records(tmp_path / "x.rec")
+
+
+def test_data_that_the_system_refuses_is_one_line(tmp_path, capsys):
+    assert main(["inspect", str(tmp_path / ("x" * 5000))]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "File name too long" in line
+
+
+def test_letters_with_accents_are_drawn(fixtures, tmp_path):
+    sheets = []
+    for letter in "éüñ":
+        label = tokenize_numpy([letter * 5]).astype(np.float32).reshape(-1)
+        (tmp_path / letter).mkdir()
+        with RecordWriter(tmp_path / letter / "x") as writer:
+            writer.write(0, label, (fixtures / "img/rgb.jpg").read_bytes())
+        write_contact_sheet(open_dataset(tmp_path / letter), 1, tmp_path / f"{letter}.png")
+        sheets.append((tmp_path / f"{letter}.png").read_bytes())
+    assert len(set(sheets)) == 3  # a font without them draws the same box for each
 
 
 def test_repair_writes_a_clean_copy_and_lists_what_it_left_out(with_broken_images, tmp_path, capsys):
