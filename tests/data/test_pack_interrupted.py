@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
@@ -16,7 +17,8 @@ from rwkv_clip.cli import main
 from rwkv_clip.data import packing
 from rwkv_clip.data.dataset import open_dataset
 from rwkv_clip.data.exclusive import exclusive
-from rwkv_clip.data.sources import parquet
+from rwkv_clip.data.progress import Progress
+from rwkv_clip.data.sources import open_source, parquet
 from rwkv_clip.data.sources.base import map_in_processes
 from rwkv_clip.errors import UserError
 
@@ -133,6 +135,19 @@ def test_mistakes_are_told_before_parquet_files_are_copied(tmp_path, capsys, mon
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
     assert not (tmp_path / "out.partial").exists()
+
+
+@pytest.mark.parametrize("counts", [[300, 40], [1, 2, 3, 4]])
+def test_copying_tells_its_rate_and_the_time_left(tmp_path, monkeypatch, counts):
+    make_parquet(tmp_path / "in", counts)
+    source = open_source(tmp_path / "in")
+    source.build_index(tmp_path)
+    monkeypatch.setattr(parquet, "Progress", functools.partial(Progress, every=0))
+    lines: list[str] = []
+    source.copy_rows(tmp_path, lines.append)
+    total = sum(counts)
+    assert len(lines) == 1 + (3 if counts[0] == 300 else 4)  # batches of 256 rows, or files
+    assert lines[-1].startswith(f"copying: {total} of {total} rows (") and lines[-1].endswith("/s, 0 s left)")
 
 
 def sleep_or_fail(seconds: float) -> None:
