@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 
 from ..errors import UserError, os_errors_in_words
+from .children import without_sigint
 from .images import ImageChecker
 from .pack_shard import Job, pack_shard
 
@@ -45,7 +46,8 @@ def run(job: Job, shards: Sequence[int], num_workers: int, progress: Callable[[i
             receiver, sender = context.Pipe(duplex=False)
             arguments = (job, list(shards), next_shard, rows_done, sender, os.getpid())
             workers.append(context.Process(target=_work, args=arguments, daemon=True))
-            workers[-1].start()
+            with without_sigint():
+                workers[-1].start()
             sender.close()
             receivers.append(receiver)
         _watch(workers, receivers, rows_done, progress)
@@ -80,7 +82,6 @@ def _watch(workers: list, receivers: list[Connection], rows_done, progress: Call
 
 
 def _work(job: Job, shards: list[int], next_shard, rows_done, sender: Connection, parent: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its processes
     _end_with_parent(parent)
     warnings.simplefilter("ignore")  # about odd metadata in pictures
     with _CapturedStderr() as messages:

@@ -15,11 +15,11 @@ from pack_data import ROOT, contents, make_parquet, make_table, pack_command, pa
 
 from rwkv_clip.cli import main
 from rwkv_clip.data import packing
+from rwkv_clip.data.children import map_in_processes
 from rwkv_clip.data.dataset import open_dataset
 from rwkv_clip.data.exclusive import exclusive
 from rwkv_clip.data.progress import Progress
 from rwkv_clip.data.sources import open_source, parquet
-from rwkv_clip.data.sources.base import map_in_processes
 from rwkv_clip.errors import UserError
 
 
@@ -148,6 +148,15 @@ def test_copying_tells_its_rate_and_the_time_left(tmp_path, monkeypatch, counts)
     total = sum(counts)
     assert len(lines) == 1 + (3 if counts[0] == 300 else 4)  # batches of 256 rows, or files
     assert lines[-1].startswith(f"copying: {total} of {total} rows (") and lines[-1].endswith("/s, 0 s left)")
+
+
+def blocks_ctrl_c(_: int) -> bool:
+    return signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+def test_processes_that_read_a_source_leave_ctrl_c_to_their_parent():
+    assert map_in_processes(blocks_ctrl_c, range(4)) == [True] * 4
+    assert not blocks_ctrl_c(0)
 
 
 def sleep_or_fail(seconds: float) -> None:

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
-import signal
 import stat
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -265,44 +261,6 @@ def _items(value: Any) -> list:
     """The captions in a JSON value, at least one."""
     is_several = isinstance(value, list) and not all(type(item) in (int, float) for item in value)
     return value if is_several else [value]
-
-
-def map_in_processes(function: Callable, items: Sequence, done: Callable[[Any], None] = lambda _: None) -> list:
-    """`[function(item), ...]`, several items in processes of their own, one a core.
-
-    Args:
-        done: called with each result as it comes, in any order.
-
-    Raises:
-        UserError: the system ended a process; also what `function` raises.
-    """
-    workers = min(len(items), len(os.sched_getaffinity(0)))
-    if workers < 2 or len(items) < 4:
-        results = []
-        for item in items:
-            results.append(function(item))
-            done(results[-1])
-        return results
-    others = set(multiprocessing.active_children())
-    context = multiprocessing.get_context("spawn")
-    # Ctrl-C reaches all processes of a terminal; this one ends the others.
-    ignore = (signal.SIGINT, signal.SIG_IGN)
-    with ProcessPoolExecutor(workers, context, initializer=signal.signal, initargs=ignore) as pool:
-        try:
-            futures = [pool.submit(function, item) for item in items]
-            for future in as_completed(futures):
-                done(future.result())
-            return [future.result() for future in futures]
-        except BaseException as error:
-            pool.shutdown(wait=False, cancel_futures=True)
-            for process in set(multiprocessing.active_children()) - others:
-                process.terminate()
-            if isinstance(error, BrokenProcessPool):
-                raise UserError(
-                    "a process that reads the source was ended (out of memory?): the same command goes on where it "
-                    "stopped"
-                ) from None
-            raise
 
 
 def check_number_of_captions(count: int, what: str) -> None:

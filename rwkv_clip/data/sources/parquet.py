@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import UserError
+from ..children import map_in_processes
 from ..progress import Log, Progress
 from .base import (
     Arrays,
@@ -29,7 +30,6 @@ from .base import (
     Source,
     choose_caption_columns,
     choose_image_column,
-    map_in_processes,
     read_file,
 )
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import UserError
+from ..children import map_in_processes
 from .base import (
     Arrays,
     Bytes,
@@ -20,7 +21,6 @@ from .base import (
     RowError,
     Source,
     choose_caption_columns,
-    map_in_processes,
 )
 from .folder import IMAGE_SUFFIXES
 
