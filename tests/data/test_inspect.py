@@ -323,12 +323,12 @@ def test_a_repair_that_is_stopped_leaves_nothing_and_the_same_command_works(
             raise error
         write(writer, *values, **options)
 
-    monkeypatch.setattr(RecordWriter, "write", stop_in_the_second_shard)
-    assert main(arguments) == status
+    with monkeypatch.context() as patch:
+        patch.setattr(RecordWriter, "write", stop_in_the_second_shard)
+        assert main(arguments) == status
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
     assert not list(tmp_path.glob("clean*"))
-    monkeypatch.undo()
     assert main(arguments) == 0 and len(open_dataset(tmp_path / "clean")) == 6
     assert not (tmp_path / "clean.partial").exists()
 
