@@ -4,9 +4,9 @@
     python benchmarks/scaling.py                             the memory alone, predicted, without a GPU
 
 --measured starts the real job on 1, 2, 4, ... GPUs, as many as there are, and at the most of them once with each ZeRO
-stage. Efficiency is the speed per GPU beside that of one GPU. The share of communication is the time of NCCL's kernels
-(gloo's operations on CPUs) in three traced steps of rank 0, waiting for slower ranks included; with overlap_comm it
-runs beside other kernels. ZeRO stage 3 is not supported.
+stage, stage 3 without compiling. Efficiency is the speed per GPU beside that of one GPU. The share of communication is
+the time of NCCL's kernels (gloo's operations on CPUs) in three traced steps of rank 0, waiting for slower ranks
+included; with overlap_comm it runs beside other kernels.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from pictures import make_pair
 from train_step import machine
 
 from rwkv_clip.training.config import read_config
+from rwkv_clip.training.config_keys import STAGE_3_KEYS
 
-STAGES = (1, 2)
+STAGES = (1, 2, 3)
 HEADER = (
     "| GPUs | ZeRO | img/s | img/s per GPU | efficiency | communication | torch's peak per GPU (predicted) "
     "| masters, moments per GPU |\n|---|---|---|---|---|---|---|---|"
@@ -33,9 +34,13 @@ HEADER = (
 
 
 def with_stage(config: Path, stage: int, folder: Path) -> Path:
-    """A copy of a DeepSpeed JSON with another ZeRO stage."""
+    """A copy of a DeepSpeed JSON with another ZeRO stage, without what does not go with it: `compile` with stage 3."""
     values = read_config(config)
-    values.setdefault("zero_optimization", {})["stage"] = stage
+    section = values.get("zero_optimization", {})
+    kept = {key: value for key, value in section.items() if stage == 3 or key not in STAGE_3_KEYS}
+    values["zero_optimization"] = kept | {"stage": stage}
+    if stage == 3:
+        values.pop("compile", None)
     path = folder / f"{config.stem}_stage{stage}.json"
     path.write_text(json.dumps(values))
     return path

@@ -64,9 +64,9 @@ class PreciseModule(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
         with torch.no_grad():
-            for name, parameter, buffer in self.precise_items():
+            for name, _, buffer in self.precise_items():
                 value = state_dict.get(prefix + name)
-                if value is not None and value.numel() == parameter.numel():
+                if value is not None and value.numel() == buffer.numel():  # none, where ZeRO has divided it
                     buffer.copy_(value.reshape(buffer.shape))
 
 

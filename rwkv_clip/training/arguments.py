@@ -163,7 +163,7 @@ def build_parser() -> Parser:
         help="train_batch_size: pairs per optimizer step over all GPUs (default: --batch-size x accumulation x GPUs)",
     )
     add("--precision", choices=("bf16", "fp16", "fp32"), help="bf16.enabled, fp16.enabled, or neither (default: fp32)")
-    add("--zero-stage", type=int, choices=(0, 1, 2), help="zero_optimization.stage (default: 0)")
+    add("--zero-stage", type=int, choices=(0, 1, 2, 3), help="zero_optimization.stage (default: 0)")
     add(
         "--grad-clip",
         type=_number(float, 0),

@@ -30,7 +30,6 @@ from .background import BackgroundWriter, Written, reason
 from .distributed import World
 from .ema import WeightAverage
 from .log import logger
-from .optimizer import state_to_its_device
 from .resume import FORMAT, LATEST, NAME, checkpoint_name, complete_checkpoints, state_checksum
 from .run_folder import sync_folder, write_text
 from .snapshot import engine_files
@@ -184,15 +183,14 @@ class Checkpoints:
         With another number of ranks the optimizer's state is divided anew (DeepSpeed's universal checkpoint), moments
         included; random states start from each rank's own again.
         """
-        from .reshard import universal_copy
+        from .reshard import groups_of_their_own, universal_copy
 
         self._bytes = sum(state["files"].values())
         if state["world_size"] == self._world.world_size or not engine.zero_optimization():
             _load(engine, folder.parent, folder.name)
         else:
-            with universal_copy(self._world, folder, self._folder) as copy:
+            with universal_copy(self._world, folder, self._folder) as copy, groups_of_their_own(engine):
                 _load(engine, copy.parent, copy.name, universal=True)
-            state_to_its_device(engine.basic_optimizer)
         if state["world_size"] == self._world.world_size:
             RandomState(device=self._world.device, **_read(folder / _random_name(self._world))).restore()
         if average is not None:

@@ -20,7 +20,7 @@ import torch
 from ..errors import UserError
 from ..model.compile import EVERYTHING
 from .compilation import check_section as check_compile_section
-from .config_keys import STAGE_3, check_keys, check_scaling
+from .config_keys import NO_NVME, check_keys, check_scaling, check_stage
 from .config_values import AUTO, check_kinds
 
 # Not from the DeepSpeed JSON's own vocabulary, but people write it; the section's presence is what switches it on.
@@ -116,15 +116,14 @@ def resolve_config(
     clipping = filler.fill("gradient_clipping", "--grad-clip", args.grad_clip, default=0.0)
     _number(filler, "gradient_clipping", clipping)
     stage = filler.fill("zero_optimization.stage", "--zero-stage", args.zero_stage, default=0)
-    if stage == 3:
-        raise UserError(f"{source}: {STAGE_3}; set zero_optimization.stage to 1 or 2")
-    if stage not in (0, 1, 2) or isinstance(stage, bool):
-        raise UserError(f"{source}: zero_optimization.stage must be 0, 1 or 2, found {stage!r}")
+    if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
+        raise UserError(f"{source}: zero_optimization.stage must be 0, 1, 2 or 3, found {stage!r}")
     offload = config["zero_optimization"].get("offload_optimizer", {}).get("device", "none")
     if offload == "nvme":
-        raise UserError(f'{source}: offload_optimizer to nvme needs ZeRO stage 3; use "cpu"')
+        raise UserError(f'{source}: offload_optimizer to nvme is refused, as {NO_NVME}; use "cpu"')
     if offload == "cpu" and stage == 0:
-        raise UserError(f"{source}: offload_optimizer needs ZeRO: set zero_optimization.stage to 1 or 2")
+        raise UserError(f"{source}: offload_optimizer needs ZeRO: set zero_optimization.stage to 1, 2 or 3")
+    check_stage(config, source)
     check_scaling(config, source)
     if "optimizer" in config:
         _resolve_optimizer(filler, args)

@@ -48,6 +48,7 @@ KNOWN_KEYS = SECTIONS | {
 }
 _OWN_SAMPLER = "batches come from this project's own seeded sampler"
 _ONE_GPU = "each GPU holds the whole model; only data parallelism is used"
+NO_NVME = "no model here needs it: the masters and moments of the largest take 1.8 GB"
 # Keys that people carry over from other projects, with why they are refused.
 REFUSED_KEYS = {
     "elasticity": "DeepSpeed has removed elastic training; resume with another number of GPUs instead (--resume auto)",
@@ -78,60 +79,72 @@ REFUSED_KEYS = {
     "managed_gradient_accumulation": "the training loop sets the accumulation boundaries itself",
     "gradient_allreduce_op": "gradients are averaged over the ranks, as the loss expects",
     "disable_allgather": "DeepSpeed ignores it",
-    "aio": "it serves offloading to nvme, which needs ZeRO stage 3",
+    "aio": f"it serves offloading to nvme, and {NO_NVME}",
     "datastates_ckpt": "checkpoints are written by this project's own rules",
     "zero_force_ds_cpu_optimizer": "an offloaded optimizer is PyTorch's fused AdamW, which needs no compiler",
 }
 
-STAGE_3 = (
-    "ZeRO stage 3 is not supported: it would divide weights of 0.3 GB per GPU and pay for them with two all-gathers of "
-    "each block in every step"
+# Keys of "zero_optimization" that act with stage 3 alone; DeepSpeed knows most under two names.
+STAGE_3_KEYS = {
+    "sub_group_size",
+    "stage3_prefetch_bucket_size",
+    "prefetch_bucket_size",
+    "stage3_param_persistence_threshold",
+    "param_persistence_threshold",
+    "stage3_model_persistence_threshold",
+    "model_persistence_threshold",
+    "stage3_max_live_parameters",
+    "max_live_parameters",
+    "stage3_max_reuse_distance",
+    "max_reuse_distance",
+    "stage3_use_all_reduce_for_fetch_params",
+    "use_all_reduce_for_fetch_params",
+    "stage3_allgather_sequential",
+    "allgather_sequential",
+    "memory_efficient_linear",
+    "log_trace_cache_warnings",
+}
+_OFFLOADED_WEIGHTS = (
+    "with ZeRO stage 3 a GPU keeps its part of the weights, the least of what it holds; offload_optimizer moves the "
+    "masters and moments, six times as much"
 )
+_OWN_EXPORT = "the run itself writes its whole weights in fp32, as weights.pt"
+_BY_BLOCK = "the weights are gathered as each layer needs them"
+_ALL_RANKS = "weights and masters are divided over all ranks alike, and gathered as they are"
+_MADE_WHOLE = "the model is made whole and then divided"
+_CPU_ADAM = "it serves DeepSpeed's CPU Adam; an offloaded optimizer is PyTorch's fused AdamW, which needs no compiler"
 _FP32_MASTERS = "masters and moments stay fp32, as the temperature and the decays need"
 _DEPRECATED_OFFLOAD = 'write "offload_optimizer": {"device": "cpu"}'
-_NVME = "it serves offloading to nvme, which needs ZeRO stage 3"
+_NVME = f"it serves offloading to nvme, and {NO_NVME}"
 _CAST_BY_SECTION = "the sections 'bf16' and 'fp16' decide; what must stay fp32 in them does"
 # section -> key -> why it is refused. In the sections of `SECTION_KEYS` all keys but those are refused as well.
 REFUSED_IN_SECTION = {
     "zero_optimization": {
+        **dict.fromkeys(("offload_param", "cpu_offload_param"), _OFFLOADED_WEIGHTS),
         **dict.fromkeys(
             (
-                "offload_param",
-                "sub_group_size",
-                "stage3_prefetch_bucket_size",
-                "prefetch_bucket_size",
-                "stage3_param_persistence_threshold",
-                "param_persistence_threshold",
-                "stage3_model_persistence_threshold",
-                "model_persistence_threshold",
-                "stage3_max_live_parameters",
-                "max_live_parameters",
-                "stage3_max_reuse_distance",
-                "max_reuse_distance",
                 "stage3_gather_16bit_weights_on_model_save",
                 "gather_16bit_weights_on_model_save",
                 "stage3_gather_fp16_weights_on_model_save",
-                "stage3_module_granularity_threshold",
-                "module_granularity_threshold",
-                "stage3_use_all_reduce_for_fetch_params",
-                "use_all_reduce_for_fetch_params",
-                "stage3_allgather_sequential",
-                "allgather_sequential",
+            ),
+            _OWN_EXPORT,
+        ),
+        **dict.fromkeys(
+            ("stage3_module_granularity_threshold", "module_granularity_threshold", "leaf_module"), _BY_BLOCK
+        ),
+        **dict.fromkeys(
+            (
                 "zero_hpz_partition_size",
                 "zero_quantized_weights",
                 "zero_quantized_nontrainable_weights",
                 "zero_quantized_gradients",
                 "mics_shard_size",
                 "mics_hierarchical_params_gather",
-                "memory_efficient_linear",
-                "pipeline_loading_checkpoint",
-                "override_module_apply",
-                "log_trace_cache_warnings",
-                "leaf_module",
-                "cpu_offload_param",
             ),
-            STAGE_3,
+            _ALL_RANKS,
         ),
+        "override_module_apply": _MADE_WHOLE,
+        "pipeline_loading_checkpoint": "each rank reads its own files alone",
         "cpu_offload": _DEPRECATED_OFFLOAD,
         "cpu_offload_use_pin_memory": _DEPRECATED_OFFLOAD,
         "compute_grad_norm": "clipping, the log and the guard against NaN gradients need the norm",
@@ -163,7 +176,7 @@ REFUSED_IN_SECTION = {
 OFFLOAD_KEYS = {"device", "pin_memory"}
 REFUSED_IN_OFFLOAD = {
     **dict.fromkeys(("nvme_path", "buffer_count", "pipeline_read", "pipeline_write", "pipeline", "fast_init"), _NVME),
-    **dict.fromkeys(("ratio", "super_offload", "cpuadam_cores_perc"), STAGE_3),
+    **dict.fromkeys(("ratio", "super_offload", "cpuadam_cores_perc"), _CPU_ADAM),
 }
 # Sections whose unknown keys DeepSpeed itself would ignore in silence, with the keys that act.
 SECTION_KEYS = {
@@ -192,6 +205,7 @@ SECTION_KEYS = {
 
 # Keys that act with some settings only, with the others' reason why they do not.
 _IN_NO_STAGE = ("allgather_bucket_size", "allgather_partitions")
+_NOT_IN_STAGE_3 = ("use_multi_rank_bucket_allreduce", "round_robin_gradients", "parameter_alignment")
 _WITH_OFFLOAD = ("ignore_unused_parameters",)
 _OF_DEEPSPEED_S_REDUCTION = ("reduce_bucket_size", "use_multi_rank_bucket_allreduce", "contiguous_gradients")
 _SCALING = ("prescale_gradients", "gradient_predivide_factor")
@@ -215,8 +229,12 @@ def keys_without_effect(values: dict[str, Any], reduces_at_once: bool) -> dict[s
     reasons: dict[str, list[str]] = {}
     for keys, reason in (
         (_OF_DEEPSPEED_S_REDUCTION if reduces_at_once else (), _AT_ONCE),
-        (_IN_NO_STAGE, "after a step each group's weights are gathered at once"),
-        (() if offloads else _WITH_OFFLOAD, "a parameter without a gradient counts as one whose gradient is zero"),
+        (_IN_NO_STAGE, "after a step each group's weights are gathered at once" if stage < 3 else _BY_BLOCK),
+        (_NOT_IN_STAGE_3 if stage == 3 else (), "ZeRO stage 3 divides each gradient like its weight"),
+        (
+            () if offloads and stage < 3 else _WITH_OFFLOAD,
+            "a parameter without a gradient counts as one whose gradient is zero",
+        ),
     ):
         if found := [key for key in section if key in keys]:
             reasons[reason] = found
@@ -226,13 +244,32 @@ def keys_without_effect(values: dict[str, Any], reduces_at_once: bool) -> dict[s
 
 
 def check_scaling(config: dict[str, Any], source: str) -> None:
-    """`UserError` for a resolved JSON that scales gradients as DeepSpeed's stage 2 cannot."""
+    """`UserError` for a resolved JSON that scales gradients as DeepSpeed's stages 2 and 3 cannot."""
     section = config["zero_optimization"]
-    if section["stage"] != 2 or not section.get("reduce_scatter", True):
+    if section["stage"] not in (2, 3) or not section.get("reduce_scatter", True):
         return
     for key, neutral in zip(_SCALING, (False, 1.0), strict=True):
         if config.get(key, neutral) != neutral:
-            raise UserError(f"{source}: '{key}' does not go with ZeRO stage 2, which averages by itself: remove it")
+            raise UserError(
+                f"{source}: '{key}' does not go with ZeRO stage {section['stage']}, which averages by itself: remove it"
+            )
+
+
+def check_stage(config: dict[str, Any], source: str) -> None:
+    """`UserError` for a resolved JSON with keys of ZeRO stage 3 in another, or with what does not go with stage 3."""
+    section = config["zero_optimization"]
+    if section["stage"] != 3:
+        for key, value in section.items():
+            if key in STAGE_3_KEYS and value is not False:
+                raise UserError(
+                    f"{source}: 'zero_optimization.{key}' is not used here: it serves ZeRO stage 3, and the stage is "
+                    f"{section['stage']}; remove it"
+                )
+    elif config.get("compile", {}).get("enabled", False):
+        raise UserError(
+            f"{source}: 'compile' does not go with ZeRO stage 3, which gathers weights between the steps of a block "
+            "that compiling would make one: remove it, or set zero_optimization.stage to 1 or 2"
+        )
 
 
 def check_keys(values: dict[str, Any], source: str) -> None:

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from ..errors import UserError
 from ..model import averaged
-from .masters import MasterPart, master_parts
+from .masters import MasterPart, is_spread, master_parts
+from .partitioned import whole_shape, whole_weights
 from .weights import whole_weight
 
 if TYPE_CHECKING:
@@ -64,18 +65,19 @@ class WeightAverage:
         module = self._engine.module
         learned = {name: p for name, p in module.named_parameters() if p.requires_grad}
         buffers = {name: buffer for name, (_, buffer) in module.precise_parameters().items() if name in learned}
-        kept = [tensor.detach().clone() for tensor in (*learned.values(), *buffers.values())]
-        try:
-            with torch.no_grad():
-                for name, whole in self.whole():
-                    learned[name].copy_(whole)
-                    if name in buffers:
-                        buffers[name].copy_(whole.view_as(buffers[name]))
-            yield
-        finally:
-            with torch.no_grad():
-                for tensor, value in zip((*learned.values(), *buffers.values()), kept, strict=True):
-                    tensor.copy_(value)
+        with whole_weights(self._engine):
+            kept = [tensor.detach().clone() for tensor in (*learned.values(), *buffers.values())]
+            try:
+                with torch.no_grad():
+                    for name, whole in self.whole():
+                        learned[name].data.copy_(whole)  # unseen by DeepSpeed's sanity checks
+                        if name in buffers:
+                            buffers[name].copy_(whole.view_as(buffers[name]))
+                yield
+            finally:
+                with torch.no_grad():
+                    for tensor, value in zip((*learned.values(), *buffers.values()), kept, strict=True):
+                        tensor.data.copy_(value)
 
     def whole(self) -> Iterator[tuple[str, Tensor]]:
         """(name, average) of each learned parameter, fp32 and whole, on every rank, which must all call it.
@@ -92,14 +94,13 @@ class WeightAverage:
 
         None where every rank holds the same and another one writes it.
         """
-        partitioned = any(hasattr(part.parameter, "_hp_mapping") for part in self._parts.values())
-        if not partitioned and self._engine.global_rank != 0:
+        if not any(is_spread(part.parameter) for part in self._parts.values()) and self._engine.global_rank != 0:
             return None
         # One copy for each of the optimizer's few tensors, which a file holds once, however many parts look into it.
         copies = {owner: average.to("cpu", copy=True) for owner, average in self._average_of.items()}
         parts = {
             name: {
-                "shape": list(part.parameter.shape),
+                "shape": list(whole_shape(part.parameter)),
                 "start": part.start,
                 "values": part.view(copies[id(part.owner)]),
             }

@@ -23,6 +23,7 @@ from .lean_zero import leaves_no_gradients, make_lean
 from .log import logger
 from .masters import set_masters
 from .optimizer import LRFactors, allocate_moments, build_optimizer, parameter_groups
+from .partitioned import keep_recomputed, write
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -108,7 +109,7 @@ def restore_frozen(model: RWKVCLIP, weights: dict[str, Tensor]) -> None:
     parameters = dict(model.named_parameters())
     precise = model.precise_parameters()
     for name, value in weights.items():
-        parameters[name].copy_(value.view_as(parameters[name]))
+        write(parameters[name], value)
         if name in precise:
             precise[name][1].copy_(value.view_as(precise[name][1]))
 
@@ -161,6 +162,7 @@ def build_engine(
         kind = type(engine.basic_optimizer)
         logger.info("optimizer of the DeepSpeed JSON: %s of %s", kind.__name__, kind.__module__)
     make_lean(engine.optimizer)
+    keep_recomputed(engine)
     for reason, keys in keys_without_effect(config, leaves_no_gradients(engine.optimizer)).items():
         logger.info("without effect in the DeepSpeed JSON: %s, since %s", ", ".join(keys), reason)
     allocate_moments(engine.basic_optimizer)

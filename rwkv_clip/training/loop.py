@@ -7,7 +7,6 @@ number of optimizer steps, so that a resumed run does the same things at the sam
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +26,7 @@ from .left_out import LeftOutSteps, scale_errors, share_left_out
 from .log import duration, logger
 from .metrics import ClosedInterval, Interval, MetricWriter
 from .optimizer import learning_rates
+from .partitioned import whole_weights
 from .profile import StepProfiler
 from .signals import Agreement, StopRequest
 from .spikes import LossSpikes
@@ -275,7 +275,7 @@ class Loop:
         self._settle()
         self._write_log()
         started = time.perf_counter()
-        with parts.average.in_the_model() if parts.average is not None else contextlib.nullcontext():
+        with parts.average.in_the_model() if parts.average is not None else whole_weights(parts.engine):
             values = parts.evaluator.run(parts.engine.module)
         seconds = time.perf_counter() - started
         parts.interval.pause(seconds)

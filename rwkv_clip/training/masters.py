@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..errors import UserError
 from .gather import group_size
+from .partitioned import held_part, is_partitioned, whole_shape, write
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -40,7 +40,7 @@ class MasterPart:
     """First element of the flattened parameter that the part covers."""
     count: int
     owner: Tensor
-    """The tensor in the optimizer's param_groups, possibly many masters in one."""
+    """The tensor that the optimizer updates, possibly many masters in one."""
     owner_start: int
 
     def view(self, tensor: Tensor) -> Tensor:
@@ -58,8 +58,8 @@ def master_parts(
 ) -> dict[str, MasterPart]:
     """This rank's parts of the masters of some named parameters (default: all); one without a part is left out.
 
-    Frozen parameters have no master. Covers ZeRO stages 0, 1 and 2 with each of DeepSpeed's optimizers for them; where
-    the optimizer works on the parameters themselves, they are their own masters.
+    Frozen parameters have no master. Covers ZeRO stages 0 to 3 with each of DeepSpeed's optimizers for them; where the
+    optimizer works on the parameters themselves, they are their own masters.
     """
     if parameters is None:
         parameters = dict(engine.module.named_parameters())
@@ -67,11 +67,15 @@ def master_parts(
     groups = engine.basic_optimizer.param_groups
     parts = {}
     for name, parameter in parameters.items():
-        if hasattr(parameter, "ds_id"):
-            raise UserError("ZeRO stage 3 is not supported: set zero_optimization.stage to 0, 1 or 2")
         if not parameter.requires_grad:
             continue
-        if hasattr(parameter, "_hp_mapping"):  # ZeRO stages 1 and 2, BF16_Optimizer
+        if is_partitioned(parameter):
+            start, count = held_part(parameter)
+            if count:
+                group, first, _ = engine.optimizer.grad_position[engine.optimizer.get_param_id(parameter)]
+                owner = engine.optimizer.fp32_partitioned_groups_flat[group]
+                parts[name] = MasterPart(parameter, start, count, owner, first)
+        elif hasattr(parameter, "_hp_mapping"):  # ZeRO stages 1 and 2, BF16_Optimizer
             mapping = parameter._hp_mapping
             if mapping is not None:
                 here, there = mapping.lp_fragment_address, mapping.hp_fragment_address
@@ -81,6 +85,11 @@ def master_parts(
             owner, start = whole.get(parameter, (parameter, 0))
             parts[name] = MasterPart(parameter, 0, parameter.numel(), owner, start)
     return parts
+
+
+def is_spread(parameter: nn.Parameter) -> bool:
+    """Whether each rank's optimizer holds a part of the parameter's master alone: ZeRO."""
+    return hasattr(parameter, "_hp_mapping") or is_partitioned(parameter)
 
 
 def _whole_masters(optimizer: Any) -> dict[nn.Parameter, tuple[Tensor, int]]:
@@ -113,9 +122,10 @@ def set_masters(engine: DeepSpeedEngine, fp32_state: Mapping[str, Tensor]) -> No
         if name not in fp32_state:
             raise ValueError(f"no value given for parameter '{name}'")
         value = fp32_state[name].detach().to(parameter.device, torch.float32)
-        if value.numel() != parameter.numel():
-            raise ValueError(f"'{name}' has shape {tuple(parameter.shape)}, the value given {tuple(value.shape)}")
-        parameter.copy_(value.view_as(parameter))
+        shape = whole_shape(parameter)
+        if value.numel() != shape.numel():
+            raise ValueError(f"'{name}' has shape {tuple(shape)}, the value given {tuple(value.shape)}")
+        write(parameter, value)
         if name in precise:
             precise[name][1].copy_(value.view_as(precise[name][1]))
         if name in parts:
@@ -140,8 +150,9 @@ def _undo_first_step(engine: DeepSpeedEngine) -> None:
 def sync_precise(engine: DeepSpeedEngine) -> None:
     """Bound the temperature's master and bring the module's precise buffers up to the masters.
 
-    Call it on every rank after each optimizer step and after a load. In a bf16 or fp16 engine under ZeRO that is one
-    all-reduce of a few thousand numbers, otherwise no collective; nothing waits for the device.
+    Call it on every rank after each optimizer step and after a load. In a bf16 or fp16 engine under ZeRO, and with
+    stage 3 in any, that is one all-reduce of a few thousand numbers, otherwise no collective; nothing waits for the
+    device.
     """
     if not hasattr(engine, _FOUND):  # finding them walks through all modules
         setattr(engine, _FOUND, engine.module.precise_parameters())
@@ -155,14 +166,14 @@ def sync_precise(engine: DeepSpeedEngine) -> None:
     parts = master_parts(engine, {name: parameter for name, (parameter, _) in precise.items()})
     _bound_logit_scale(engine, parts)
     buffers = [buffer for _, buffer in precise.values()]
-    if all(parameter.dtype == torch.float32 for parameter, _ in precise.values()):
+    if all(parameter.dtype == torch.float32 and not is_partitioned(parameter) for parameter, _ in precise.values()):
         if LOGIT_SCALE in precise:
             precise[LOGIT_SCALE][0].clamp_(*LOGIT_SCALE_BOUNDS)
         values = [parameter for parameter, _ in precise.values()]
     else:
         values = _whole_values(engine, precise, parts)
         if LOGIT_SCALE in precise:
-            precise[LOGIT_SCALE][0].copy_(values[list(precise).index(LOGIT_SCALE)].view(1))
+            write(precise[LOGIT_SCALE][0], values[list(precise).index(LOGIT_SCALE)])
     torch._foreach_copy_(buffers, [value.view_as(buffer) for value, buffer in zip(values, buffers, strict=True)])
 
 
@@ -178,8 +189,7 @@ def _whole_values(
     if held:
         places = [value[part.start : part.start + part.count] for value, part in held]
         torch._foreach_copy_(places, [part.value for _, part in held])
-    partitioned = any(hasattr(parameter, "_hp_mapping") for parameter, _ in precise.values())
-    if partitioned and group_size(engine.data_parallel_group) > 1:
+    if any(is_spread(parameter) for parameter, _ in precise.values()) and group_size(engine.data_parallel_group) > 1:
         # Each element comes from one rank and is zero on the others, so the sum is exact.
         dist.all_reduce(shared, group=engine.data_parallel_group)
     return values

@@ -41,11 +41,13 @@ class StepMemory:
     """Bytes on one GPU at the two moments where a step can be fullest."""
 
     weights: int
+    """With ZeRO stage 3 this rank's part of them, and those that are whole beside it, at their most."""
     masters_and_moments: int
     averages: int
     """Averaged weights, if there are any."""
     gradients: int
-    """Of the weights, at the step's end; with accumulation also while activations are held."""
+    """Of the weights, at the step's end; with accumulation also while activations are held. With ZeRO stage 3 this
+    rank's part of them, held at all times."""
     activations: int
     """Most that the forward and backward pass hold, gradients included as they come."""
     backward: int
@@ -118,16 +120,25 @@ def step_memory(
     states, averages, buffers, temporary = _states(config, learned, width, sizes.world_size)
     averages *= averaged
     weights, gradients = count * width, learned * width
+    gathered = gathered_in_step = 0
+    is_divided = config["zero_optimization"]["stage"] == 3
+    if is_divided:
+        weights = -(-count // sizes.world_size) * width
+        # Added up in the dtype of the weights, or as the JSON says. Offloaded ones lie beside the masters.
+        summed = 4 if config.get("data_types", {}).get("grad_accum_dtype") == "fp32" else width
+        gradients = -(-learned // sizes.world_size) * summed if states else 0
+        if sizes.world_size > 1:  # alone, a rank takes its part for the whole
+            gathered, gathered_in_step = (elements * width for elements in _gathered(config, model))
     images = sizes.micro * 3 * model_config.image.image_size**2 * width
     fixed = weights + states + averages + buffers + images
     return StepMemory(
-        weights=weights,
+        weights=weights + gathered,
         masters_and_moments=states,
         averages=averages,
         gradients=gradients,
         activations=activations,
-        backward=fixed + activations + (gradients if sizes.accumulation > 1 else 0),
-        step=fixed + gradients + temporary,
+        backward=fixed + gathered + activations + (gradients if is_divided or sizes.accumulation > 1 else 0),
+        step=fixed + gathered_in_step + gradients + temporary,
     )
 
 
@@ -142,6 +153,16 @@ def _states(config: dict[str, Any], count: int, width: int, world_size: int) -> 
         return (8 if width == 4 else 12) * count, 4 * count, 0, 0 if width == 4 else 4 * count
     offloaded = section.get("offload_optimizer", {}).get("device", "none") == "cpu"
     share = -(-count // world_size)
+    if stage == 3:
+        # The bucket of gradients is laid out for as many as the JSON says, however few the model has. fp32 weights are
+        # their own masters. Like stage 2's, the gradients of a pass are counted as if all of them were held at its end.
+        size = section.get("reduce_bucket_size", AUTO)
+        bucket = (500_000_000 if size == AUTO else int(size)) * width * section.get("contiguous_gradients", True)
+        return (
+            (0, 0, bucket, 0)
+            if offloaded
+            else ((8 if width == 4 else 12) * share, 4 * share, bucket, (width + 4) * share)
+        )
     # Stage 2 reduces gradients while the backward pass goes on, through one or two buffers.
     size = section.get("reduce_bucket_size", AUTO)
     bucket = min(500_000_000 if size == AUTO else int(size), count) * width
@@ -151,6 +172,25 @@ def _states(config: dict[str, Any], count: int, width: int, world_size: int) -> 
     if offloaded:
         return 0, 0, buffers, bucket  # averages lie beside the masters
     return 12 * share, 4 * share, buffers, (width + 4) * share
+
+
+def _gathered(config: dict[str, Any], model: nn.Module) -> tuple[int, int]:
+    """Elements of weights that ZeRO stage 3 has whole on each rank beside its part: (in the passes, between them).
+
+    In the passes: the small ones that stay, those that are fetched in advance or kept for their next use, as many as
+    the JSON allows, and the largest one, which is fetched whatever the limit.
+    """
+    section = config["zero_optimization"]
+
+    def limit(name: str, default: int) -> int:
+        value = section.get(f"stage3_{name}", section.get(name, AUTO))
+        return default if value == AUTO else int(value)
+
+    sizes = [parameter.numel() for parameter in model.parameters()]
+    stay = sum(size for size in sizes if size <= limit("param_persistence_threshold", 100_000))
+    stay = min(stay, limit("model_persistence_threshold", stay))
+    fetched = max(limit("max_live_parameters", 10**9), limit("max_reuse_distance", 10**9)) + max(sizes)
+    return min(stay + fetched, sum(sizes)), stay
 
 
 def activation_bytes(

@@ -146,9 +146,13 @@ def allocate_moments(optimizer: torch.optim.Optimizer) -> None:
         state["step"].zero_()
 
 
-def state_to_its_device(optimizer: torch.optim.Optimizer) -> None:
-    """Bring the optimizer's state to where its own `load_state_dict` would have put it; nothing else changes.
+def separate_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Give each weight a count of steps of its own, where the optimizer wants it.
 
-    DeepSpeed's universal checkpoint leaves the count of steps on the CPU, where a fused AdamW on a GPU refuses it.
+    DeepSpeed's universal checkpoint leaves it on the CPU, where a fused AdamW on a GPU refuses it, and with ZeRO stage
+    3 one for all weights, which the step of each would raise.
     """
-    optimizer.load_state_dict(optimizer.state_dict())
+    beside = any(optimizer.defaults.get(kind) for kind in ("fused", "capturable"))
+    for weight, state in optimizer.state.items():
+        if isinstance(state.get("step"), torch.Tensor):
+            state["step"] = state["step"].to(weight.device if beside else "cpu", copy=True)

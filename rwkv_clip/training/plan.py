@@ -273,10 +273,10 @@ def _check_resume(plan: Plan, state: dict[str, Any]) -> None:
                 f"'{name}' in the DeepSpeed JSON was {then} in the run to resume ({source}) and is "
                 f"{now['deepspeed'].get(name)}: put the old value back"
             )
-    if (now["zero_stage"] == 0) != (state["zero_stage"] == 0):
+    if now["zero_stage"] != state["zero_stage"] and not {now["zero_stage"], state["zero_stage"]} <= {1, 2}:
         raise UserError(
             f"ZeRO stage was {state['zero_stage']} in the run to resume ({source}) and is {now['zero_stage']}: a "
-            "checkpoint cannot go between stage 0 and the others"
+            "checkpoint goes between stages 1 and 2 alone; put the old stage back"
         )
     if state["epochs"] != now["epochs"] and plan.position.epoch >= now["epochs"]:
         raise UserError(

@@ -17,7 +17,7 @@ LATEST = "latest"
 FORMAT = 3
 """Of a save. The order of parameters in the optimizer's groups is part of it: masters and moments lie without names."""
 NAME = re.compile(r"step_(\d{8,})$")
-# Files of one rank: DeepSpeed's of its part of the optimizer's state, and its random state.
+# Files of one rank: DeepSpeed's of its part of the optimizer's state, or of the model, and its random state.
 _OF_A_RANK = re.compile(r"(?:.*zero_pp_)?rank_(\d+)[_.]")
 
 
@@ -154,7 +154,7 @@ def is_read_by(rank: int, name: str, same_ranks: bool) -> bool:
     owner = _OF_A_RANK.match(name)
     if owner is None:
         return True  # the model, a locked tower, averaged weights
-    return rank == int(owner[1]) if same_ranks else rank == 0 and "optim_states" in name
+    return rank == int(owner[1]) if same_ranks else rank == 0 and "_states" in name
 
 
 def _compare_latest(chosen: Path) -> None:

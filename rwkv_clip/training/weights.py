@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .masters import MasterPart, master_parts
+from .masters import MasterPart, is_spread, master_parts
+from .partitioned import whole_shape
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -35,7 +36,7 @@ def gather_weights(
             value = None if part is None else part.value if average is None else average.value(part)
             whole = whole_weight(engine, parameter, part, value)
         if engine.global_rank == 0:
-            weights[name] = whole.reshape(parameter.shape).cpu()
+            weights[name] = whole.reshape(whole_shape(parameter)).cpu()
     return weights
 
 
@@ -46,10 +47,10 @@ def whole_weight(
 
     part, value: the part [count] that this rank holds; None if it holds none.
     """
-    whole = torch.zeros(parameter.numel(), device=parameter.device)
+    whole = torch.zeros(whole_shape(parameter).numel(), device=parameter.device)
     if part is not None:
         whole[part.start : part.start + part.count] = value.to(whole.device)
-    if hasattr(parameter, "_hp_mapping") and engine.dp_world_size > 1:
+    if is_spread(parameter) and engine.dp_world_size > 1:
         # Each element comes from one rank and is zero on the others, so the sum is exact.
         dist.all_reduce(whole, group=engine.data_parallel_group)
-    return whole.view(parameter.shape)
+    return whole.view(whole_shape(parameter))

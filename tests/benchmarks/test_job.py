@@ -133,8 +133,15 @@ def test_every_row_of_the_table_is_a_file_that_exists():
 
 
 def test_scaling_runs_powers_of_two_and_each_stage_at_the_most():
-    assert scaling.jobs(8) == [(1, 1), (2, 1), (4, 1), (8, 1), (8, 2)]
-    assert scaling.jobs(1) == [(1, 1), (1, 2)]
+    assert scaling.jobs(8) == [(1, 1), (2, 1), (4, 1), (8, 1), (8, 2), (8, 3)]
+    assert scaling.jobs(1) == [(1, 1), (1, 2), (1, 3)]
+
+
+@pytest.mark.parametrize(("stage", "compiled"), [(1, True), (2, True), (3, False)])
+def test_scaling_leaves_out_what_a_stage_cannot_take(tmp_path, stage, compiled):
+    path = scaling.with_stage(BENCHMARKS.parent / "ds_configs" / "zero1_bf16_compile.json", stage, tmp_path)
+    assert scaling.predicted("RWKV-CLIP-Nano", path, 8, 2)["peak"] > 0  # the JSON is one that training takes
+    assert ("compile" in json.loads(path.read_text())) == compiled
 
 
 def test_a_benchmark_states_what_rwkv_clip_plan_predicts(capsys):

@@ -90,6 +90,19 @@ def test_scores_and_a_picture_of_retrieved_examples_are_logged(fine_tuned):
     assert [event.step for event in events.Images("retrieved")] == [2]
 
 
+def test_stage_3_trains_beside_a_locked_tower_and_is_scored(folder, data, model, pretrained, prepared):
+    output = folder / "zero3"
+    job = ["--model", model, "--train-data", data, "--output", output, "--epochs", 1, "--max-steps-per-epoch", 2]
+    job += ["--deepspeed_config", CONFIGS / "zero3_bf16.json", "--batch-size", 8, "--pretrained", pretrained]
+    result = run_warm(*job, "--lock-image", "--eval-data", prepared, log=folder / "zero3.log")
+    assert result.status == 0 and "bf16, ZeRO stage 3" in result.output, result.output
+    before, after = read_state_dict(pretrained), read_state_dict(output / "weights.pt")
+    changed = [name for name in before if not torch.equal(before[name], after[name])]
+    assert "text_model.emb.weight" in changed and not any(name.startswith("image_model.") for name in changed)
+    last = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()][-1]
+    assert "zero_shot/kinds/accuracy" in last  # by one rank alone
+
+
 def test_fp16_trains_or_says_that_this_machine_cannot(folder, data, model):
     output = folder / "fp16"
     job = ["--model", model, "--train-data", data, "--output", output, "--epochs", 1]

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from jobs import CONFIGS, metrics, run, run_warm
+from jobs import CONFIGS, metrics, run, run_warm, write_evaluation
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rwkv_clip import create_model
@@ -170,10 +170,17 @@ def test_C5_saves_with_a_flipped_bit_are_passed_over_and_refused_when_named(stra
     assert all(torch.allclose(found[name], value, rtol=0, atol=1e-6) for name, value in expected.items())
 
 
-def test_C3_a_run_goes_on_with_another_number_of_ranks(folder, data, plain_model):
-    before, after = folder / "two_ranks", folder / "one_rank"
-    first = run(*arguments(data, plain_model, before), log=folder / "two_ranks.log", launcher="torchrun")
-    assert first.status == 0, first.output
+@pytest.fixture(scope="module")
+def two_ranks(folder, data, plain_model):
+    """Run folder of two epochs on two ranks without drop path, whose random numbers differ from rank to rank."""
+    output = folder / "two_ranks"
+    result = run(*arguments(data, plain_model, output), log=folder / "two_ranks.log", launcher="torchrun")
+    assert result.status == 0, result.output
+    return output
+
+
+def test_C3_a_run_goes_on_with_another_number_of_ranks(two_ranks, folder, data, plain_model):
+    before, after = two_ranks, folder / "one_rank"
     last = ["--resume", before / "checkpoints" / "step_00000003"]
     second = run(*arguments(data, plain_model, after, *last), log=folder / "one_rank.log", launcher="alone")
     assert second.status == 0, second.output
@@ -185,3 +192,74 @@ def test_C3_a_run_goes_on_with_another_number_of_ranks(folder, data, plain_model
     assert not list((after / "checkpoints").glob("*universal*"))
     expected, found = (read_state_dict(output / "weights_ema.pt") for output in (before, after))
     assert all(torch.allclose(found[name], value, rtol=0, atol=1e-4) for name, value in expected.items())
+
+
+@pytest.fixture(scope="module")
+def stage_3(folder, data, plain_model, fixtures):
+    """(run folder, its arguments): as `two_ranks`, with most weights divided, and scores of a prepared folder."""
+    output, config = folder / "stage_3", folder / "stage_3.json"
+    section = {"stage": 3, "reduce_bucket_size": 10000, "param_persistence_threshold": 20}
+    section |= {"max_live_parameters": 5000, "max_reuse_distance": 5000}
+    config.write_text(json.dumps({"zero_optimization": section}))
+    words = arguments(data, plain_model, output, "--eval-data", write_evaluation(folder / "stage_3_eval", fixtures))
+    words[words.index("--deepspeed_config") + 1] = config
+    result = run_warm(*words, log=folder / "stage_3.log")
+    assert result.status == 0 and "fp32, ZeRO stage 3" in result.output, result.output
+    return output, words
+
+
+def goes_on(stage_3, last, output, world_size):
+    """Losses and final weights of a run that goes on from a checkpoint of a stage 3 run in a new folder."""
+    words = [output if word == stage_3[0] else word for word in stage_3[1]]
+    result = run_warm(*words, "--resume", last, log=output.with_suffix(".log"), world_size=world_size)
+    assert result.status == 0, result.output
+    weights = {file: read_state_dict(output / file) for file in ("weights.pt", "weights_ema.pt")}
+    return [line["loss"] for line in metrics(output)], weights
+
+
+def test_stage_3_trains_evaluates_and_writes_weights_as_stage_1_does(two_ranks, stage_3):
+    output, _ = stage_3
+    expected, found = ([json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+                       for run in (two_ranks, output))  # fmt: skip
+    for name in ("loss", "gradient_norm", "logit_scale", "validation/loss"):
+        values = [line[name] for line in expected if name in line]
+        assert [line[name] for line in found if name in line] == pytest.approx(values, rel=1e-5), name
+    assert sum("zero_shot/kinds/accuracy" in line for line in found) == 2
+    for file in ("weights.pt", "weights_ema.pt"):
+        weights, own = read_state_dict(two_ranks / file), read_state_dict(output / file)
+        assert list(own) == list(weights)
+        for name, value in weights.items():
+            torch.testing.assert_close(own[name], value, rtol=0, atol=1e-6, msg=f"{file} {name}")
+
+
+def test_stage_3_goes_on_to_the_bit_and_with_other_numbers_of_ranks(stage_3, folder):
+    losses = [line["loss"] for line in metrics(stage_3[0])]
+    same, weights = goes_on(stage_3, stage_3[0] / "checkpoints" / "step_00000003", folder / "stage_3_same", 2)
+    assert same == losses[3:]
+    for file, values in weights.items():
+        expected = read_state_dict(stage_3[0] / file)
+        assert all(torch.equal(values[name], value) for name, value in expected.items()), file
+    alone, _ = goes_on(stage_3, stage_3[0] / "checkpoints" / "step_00000003", folder / "stage_3_alone", 1)
+    assert alone == pytest.approx(losses[3:], rel=1e-4)
+    back, others = goes_on(
+        stage_3, folder / "stage_3_alone" / "checkpoints" / "step_00000006", folder / "stage_3_back", 2
+    )
+    assert back == pytest.approx(losses[6:], rel=1e-4)
+    for file, values in weights.items():
+        assert all(torch.allclose(others[file][name], value, rtol=0, atol=1e-5) for name, value in values.items()), file
+    # DeepSpeed would give all groups the first one's weight decay, and count each group's steps for both.
+    last = folder / "stage_3_back" / "checkpoints" / "step_00000008"
+    content = torch.load(next(last.glob("*rank_1_*optim_states.pt")), weights_only=False)
+    state = content["optimizer_state_dict"]["optimizer_state_dict"]
+    assert [(group["name"], group["weight_decay"]) for group in state["param_groups"]] == [
+        ("decay", 0.2),
+        ("no_decay", 0.0),
+    ]
+    assert [values["step"].item() for values in state["state"].values()] == [8, 8]
+
+
+def test_a_checkpoint_of_stage_3_goes_to_no_other_stage(stage_3, folder, data, plain_model):
+    last = ["--resume", stage_3[0] / "checkpoints" / "step_00000003"]
+    result = run_warm(*arguments(data, plain_model, folder / "stage_1", *last), log=folder / "stage_1.log")
+    assert result.status == 2 and len(result.errors) == 1 and "Traceback" not in result.output, result.output
+    assert "ZeRO stage was 3 in the run to resume" in result.errors[0] and "put the old stage back" in result.errors[0]

@@ -22,6 +22,7 @@ ENGINES = {
     "zero1": {"zero_optimization": {"stage": 1}},
     "zero2": {"zero_optimization": {"stage": 2}},
     "bf16_optimizer": {"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}},
+    "zero3": {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 100}},
     "locked": {"zero_optimization": {"stage": 1}},
 }
 

@@ -78,7 +78,7 @@ def test_a_flag_of_another_trainer_is_answered_before_what_is_missing_without_it
         ("--drop-path-rate", "-0.1"),
         ("--precision", "int8"),
         ("--lr-schedule", "cosin"),
-        ("--zero-stage", "3"),
+        ("--zero-stage", "4"),
         ("--lr", "inf"),
         ("--warmup", "inf"),
         ("--shuffle-window", "100000000000000000000"),

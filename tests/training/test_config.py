@@ -18,6 +18,7 @@ from rwkv_clip.training.config_keys import (
     REFUSED_IN_OFFLOAD,
     REFUSED_IN_SECTION,
     REFUSED_KEYS,
+    STAGE_3_KEYS,
 )
 from rwkv_clip.training.engine import deepspeed_form, validate_config
 
@@ -157,7 +158,7 @@ def test_every_key_that_deepspeed_reads_acts_here_or_is_refused_with_a_reason():
     assert _Spy.asked - KNOWN_KEYS - REFUSED_KEYS.keys() == set()
 
 
-# The keys of sections that act here at stages 1 and 2; all other fields of DeepSpeed's have to be refused.
+# The keys of sections that act here at stages 1 to 3; all other fields of DeepSpeed's have to be refused.
 ACTING = {
     "zero_optimization": {
         "stage",
@@ -173,6 +174,7 @@ ACTING = {
         "round_robin_gradients",
         "parameter_alignment",
         "enable_sanity_checks",
+        *STAGE_3_KEYS,
     },
     "bf16": {"enabled", "check_grad_overflow", "immediate_grad_update"},
     "fp16": {
@@ -211,7 +213,13 @@ def test_every_field_of_deepspeed_s_sections_acts_here_or_is_refused(section):
     ("values", "part"),
     [
         ({"zero_optimization": {"stage": 2, "stage3_max_live_parameters": 1}}, "'zero_optimization.stage3_max_live"),
-        ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "two all-gathers of each block"),
+        ({"zero_optimization": {"prefetch_bucket_size": 1}}, "serves ZeRO stage 3, and the stage is 0; remove it"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, "the least of what it holds"),
+        ({"zero_optimization": {"stage": 3, "gather_16bit_weights_on_model_save": True}}, "as weights.pt; remove it"),
+        ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "over all ranks alike"),
+        ({"zero_optimization": {"stage": 3}, "compile": {"enabled": True}}, "'compile' does not go with ZeRO stage 3"),
+        ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, 'use "cpu"'),
+        ({"zero_optimization": {"stage": 3}, "prescale_gradients": True}, "'prescale_gradients' does not go with"),
         ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, 'write "offload_optimizer"'),
         (
             {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "nvme_path": "/x"}}},
@@ -240,7 +248,7 @@ def test_a_key_of_a_section_without_effect_is_refused_with_the_reason(values, pa
         ({"zero_optimization": 1}, "section"),
         ({"activation_checkpointing": {"partition_activations": True}}, "partition_activations"),
         ({"activation_checkpointing": {"cpu_checkpoint": True}}, "activation_checkpointing.cpu_checkpoint"),
-        ({"zero_optimization": {"stage": 3}}, "ZeRO stage 3 is not supported"),
+        ({"zero_optimization": {"stage": 4}}, "must be 0, 1, 2 or 3, found 4"),
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "both enabled"),
         ({"optimizer": {}}, "optimizer.type"),
     ],

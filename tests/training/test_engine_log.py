@@ -68,6 +68,10 @@ def test_the_log_names_the_json_s_optimizer_and_keys_without_effect():
          ["allgather_partitions"]),
         ({"zero_optimization": {"stage": 1}, "gradient_predivide_factor": 2}, True, ["gradient_predivide_factor"]),
         ({"zero_optimization": {"stage": 1, "ignore_unused_parameters": False}}, True, ["ignore_unused_parameters"]),
+        ({"zero_optimization": {"stage": 3, "round_robin_gradients": True, "allgather_bucket_size": 5,
+          "sub_group_size": 9, "reduce_bucket_size": 5, "ignore_unused_parameters": False,
+          "offload_optimizer": {"device": "cpu"}}}, False,
+         ["allgather_bucket_size", "round_robin_gradients", "ignore_unused_parameters"]),
         ({"prescale_gradients": True}, False, []),
     ],
 )  # fmt: skip

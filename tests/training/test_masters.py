@@ -11,8 +11,10 @@ import torch
 from ranks import run_ranks
 from tiny import make_engine, make_model, make_pairs, micro_batches
 
+from rwkv_clip.training.engine import restore_frozen
 from rwkv_clip.training.loss import ClipLoss, LossOutput
 from rwkv_clip.training.masters import master_parts, set_masters, sync_precise
+from rwkv_clip.training.partitioned import whole_shape, whole_weights
 from rwkv_clip.training.step import train_step
 
 ENGINES = [
@@ -25,6 +27,10 @@ ENGINES = [
     dict(stage=0, precision="fp16"),
     dict(stage=1, precision="fp16"),
     dict(stage=2, precision="fp16"),
+    dict(stage=3, precision="fp32"),
+    dict(stage=3, precision="bf16"),
+    dict(stage=3, precision="bf16", data_types={"grad_accum_dtype": "fp32"}),
+    dict(stage=3, precision="fp16"),
 ]
 
 
@@ -37,14 +43,15 @@ def whole_masters(engine, names=None):
     for name, parameter in engine.module.named_parameters():
         if names and name not in names:
             continue
-        value, seen = torch.zeros(parameter.numel()), torch.zeros(parameter.numel())
+        shape = whole_shape(parameter)
+        value, seen = torch.zeros(shape.numel()), torch.zeros(shape.numel())
         if name in parts:
             part = parts[name]
             value[part.start : part.start + part.count] = part.value
             seen[part.start : part.start + part.count] = 1
         dist.all_reduce(value)
         dist.all_reduce(seen)
-        masters[name] = (value / seen).view_as(parameter)  # nan where no rank has a part
+        masters[name] = (value / seen).view(shape)  # nan where no rank has a part
     return masters
 
 
@@ -54,7 +61,8 @@ def exactness_run(options):
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = make_model()
-    exact = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    # Others than those that the engine is made of.
+    exact = {name: parameter.detach() for name, parameter in make_model(seed=1).named_parameters()}
     exact["logit_scale"] = exact["logit_scale"].reshape(())  # as published files hold it
     engine = make_engine(model, 4, **options)
     for buffer in (buffer for _, buffer in model.precise_parameters().values()):
@@ -62,7 +70,8 @@ def exactness_run(options):
     set_masters(engine, exact)
     masters = whole_masters(engine)
     assert all(torch.equal(masters[name], value.view_as(masters[name])) for name, value in exact.items())
-    assert all(torch.equal(p.detach(), masters[name].to(p.dtype)) for name, p in model.named_parameters())
+    with whole_weights(engine):
+        assert all(torch.equal(p.detach(), masters[name].to(p.dtype)) for name, p in model.named_parameters())
     used = []
     for step in range(3):
         for name, (_, buffer) in model.precise_parameters().items():
@@ -72,6 +81,8 @@ def exactness_run(options):
         result = train_step(engine, batches, ClipLoss(group=engine.data_parallel_group))
         used.append(result.logit_scale.item())
         masters = whole_masters(engine)
+        with whole_weights(engine):
+            assert all(torch.equal(p.detach(), masters[name].to(p.dtype)) for name, p in model.named_parameters())
         if result.applied:
             assert not torch.equal(masters["time_decay"].flatten(), exact["time_decay"].flatten())
     return used, {name: value.numpy() for name, value in masters.items()}
@@ -135,6 +146,7 @@ def pushed_run(options, start: float):
 def pushed_runs():
     """The temperature's master on one of the ranks, as a copy on each, and the parameter itself."""
     engines = [dict(stage=1, precision="bf16"), dict(stage=0, precision="bf16"), dict(stage=0, precision="fp32")]
+    engines += [dict(stage=3, precision="bf16"), dict(stage=3, precision="fp32")]
     return [pushed_run(options, 4.5) for options in engines], pushed_run(engines[0], 0.1)
 
 
@@ -178,15 +190,15 @@ def count_collectives(stage: int, precision: str) -> int:
 
 
 def collective_counts():
-    return [count_collectives(1, "bf16"), count_collectives(0, "bf16"), count_collectives(1, "fp32")]
+    return [count_collectives(*engine) for engine in ((1, "bf16"), (3, "fp32"), (0, "bf16"), (1, "fp32"))]
 
 
 def test_one_collective_where_masters_are_spread_over_ranks_and_none_elsewhere():
-    assert run_ranks(2, collective_counts) == [[1, 0, 0]] * 2
-    assert run_ranks(1, collective_counts) == [[0, 0, 0]]
+    assert run_ranks(2, collective_counts) == [[1, 1, 0, 0]] * 2
+    assert run_ranks(1, collective_counts) == [[0, 0, 0, 0]]
 
 
-def reloaded_run(folder):
+def reloaded_run(folder, stage=1):
     """Masters, precise buffers and the next loss of an engine, and those of a fresh one that loads its checkpoint."""
     import torch.distributed as dist
 
@@ -197,8 +209,9 @@ def reloaded_run(folder):
     found = []
     for seed in (0, 1):
         model = make_model(seed=seed)
-        engine = make_engine(model, 4, precision="bf16")
-        set_masters(engine, {name: parameter.detach().clone() for name, parameter in model.named_parameters()})
+        exact = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        engine = make_engine(model, 4, stage=stage, precision="bf16")
+        set_masters(engine, exact)
         if seed == 0:
             next_loss(engine)
             engine.save_checkpoint(folder, "saved")
@@ -212,34 +225,43 @@ def reloaded_run(folder):
     return found
 
 
+def reloaded_runs(folder):
+    return [reloaded_run(f"{folder}/{stage}", stage) for stage in (1, 3)]
+
+
 def test_masters_and_buffers_come_back_from_a_checkpoint(tmp_path):
-    for (weights, loss, after), (loaded, loaded_loss, loaded_after) in run_ranks(2, reloaded_run, str(tmp_path)):
+    ranks = run_ranks(2, reloaded_runs, str(tmp_path))
+    for (weights, loss, after), (loaded, loaded_loss, loaded_after) in [pair for pairs in ranks for pair in pairs]:
         assert loss == loaded_loss
         for name, value in weights.items():
             np.testing.assert_array_equal(loaded[name], value, err_msg=name)
             np.testing.assert_array_equal(loaded_after[name], after[name], err_msg=name)
 
 
-def frozen_run():
+def frozen_run(stage):
     import torch.distributed as dist
 
     model = make_model()
     model.image_model.requires_grad_(False)
     model.time_decay.requires_grad_(False)
     exact = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    engine = make_engine(model, 2, 2, precision="bf16")
+    engine = make_engine(model, 2, 2, stage=stage, precision="bf16")
     set_masters(engine, exact)
+    loaded = exact["image_model.0.weight"] + 1
+    restore_frozen(model, {"image_model.0.weight": loaded})
     parts = master_parts(engine)
     batches = micro_batches(make_pairs(8), dist.get_rank(), dist.get_world_size(), 2)
     assert train_step(engine, batches, ClipLoss(group=engine.data_parallel_group)).applied
     frozen = torch.equal(model.precise_parameters()["time_decay"][1], exact["time_decay"])
-    image = torch.equal(model.image_model[0].weight, exact["image_model.0.weight"].bfloat16())
+    with whole_weights(engine):
+        image = torch.equal(model.image_model[0].weight, loaded.bfloat16())
     learns = not torch.equal(model.precise_parameters()["logit_scale"][1], exact["logit_scale"])
     return frozen, image, learns, sorted(name for name in parts if name.startswith("image_model") or "decay" in name)
 
 
-def test_frozen_parameters_have_no_master_and_keep_their_precise_value():
-    for frozen, image, learns, parts in run_ranks(2, frozen_run):
+@pytest.mark.parametrize("stage", [1, 3])
+def test_frozen_parameters_have_no_master_and_keep_their_precise_value(stage):
+    for frozen, image, learns, parts in run_ranks(2, frozen_run, stage):
         assert frozen and image and learns and not parts
 
 

@@ -151,7 +151,27 @@ def test_states_are_divided_over_the_gpus_and_offloading_takes_them_away(capsys)
     count = sum(parameter.numel() for parameter in on_meta(load_config("Nano")).parameters())
     assert states("zero1_bf16", 1) == 12 * count
     assert states("zero1_bf16", 8) == states("zero2_bf16", 8) == 12 * -(-count // 8)
+    assert states("zero3_bf16", 8) == 12 * -(-count // 8)
     assert states("zero1_bf16_offload", 8) == 0
+
+
+def test_stage_3_divides_weights_and_gradients_and_counts_the_weights_that_are_whole_meanwhile(capsys, tmp_path):
+    def figures(gpus: int, **keys: int) -> dict:
+        path = tmp_path / "zero3.json"
+        path.write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": {"stage": 3, **keys}}))
+        return plan(capsys, "--model", "Nano", "--batch", 8, "--gpus", gpus, "--config", path)
+
+    sizes = [parameter.numel() for parameter in on_meta(load_config("Nano")).parameters()]
+    count, small = sum(sizes), sum(size for size in sizes if size <= 100)
+    alone, default = figures(1), figures(8)
+    assert alone["weights"] == alone["gradients"] == 2 * count
+    assert default["gradients"] == 2 * -(-count // 8) and default["weights"] == default["gradients"] + 2 * count
+    least = {"stage3_max_live_parameters": 0, "max_reuse_distance": 0, "param_persistence_threshold": 100}
+    little = figures(8, **least)
+    assert little["weights"] == 2 * (-(-count // 8) + small + max(sizes))
+    assert default["peak"] - little["peak"] == default["weights"] - little["weights"]
+    # DeepSpeed lays out the whole bucket, whatever the model's size.
+    assert default["peak"] - figures(8, reduce_bucket_size=10**6)["peak"] == 2 * (5 * 10**8 - 10**6)
 
 
 def test_averaged_weights_take_a_copy_of_the_masters(capsys):

@@ -13,7 +13,7 @@ from rwkv_clip.training.optimizer import (
     follow_schedule,
     learning_rates,
     parameter_groups,
-    state_to_its_device,
+    separate_steps,
 )
 from rwkv_clip.training.schedule import lr_lambda
 
@@ -176,12 +176,14 @@ def test_moments_made_ahead_change_no_weight_and_no_later_step():
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
 
 
-def test_a_count_of_steps_left_on_another_device_is_brought_to_its_weights():
-    weight = torch.nn.Parameter(torch.empty(4, device="meta"))
-    optimizer = torch.optim.AdamW([weight], lr=0.1, capturable=True)
-    moments = {"exp_avg": torch.empty(4, device="meta"), "exp_avg_sq": torch.empty(4, device="meta")}
-    optimizer.state[weight] = {"step": torch.tensor(3.0), **moments}
-    state_to_its_device(optimizer)
-    assert optimizer.state[weight]["step"].device == weight.device
-    # DeepSpeed holds views of the moments: they must stay what they are.
-    assert all(optimizer.state[weight][name] is moment for name, moment in moments.items())
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_count_of_steps_shared_on_the_cpu_becomes_one_for_each_weight_where_the_optimizer_wants_it(beside):
+    weights = [torch.nn.Parameter(torch.empty(4, device="meta")) for _ in range(2)]
+    optimizer = torch.optim.AdamW(weights, lr=0.1, capturable=beside)
+    shared = torch.tensor(3.0)
+    for weight in weights:
+        optimizer.state[weight] = {"step": shared}
+    separate_steps(optimizer)
+    steps = [optimizer.state[weight]["step"] for weight in weights]
+    assert len({id(step) for step in (shared, *steps)}) == 3
+    assert [step.device.type for step in steps] == ["meta" if beside else "cpu"] * 2

@@ -127,6 +127,8 @@ def test_whose_files_are_whose() -> None:
     assert is_read_by(12, "zero_pp_rank_12_mp_rank_00_optim_states.pt", True)
     assert not is_read_by(1, "zero_pp_rank_12_mp_rank_00_optim_states.pt", True)
     assert not is_read_by(0, "rank_00001.pt", True) and not is_read_by(0, "rank_00000.pt", False)
+    divided = "zero_pp_rank_1_mp_rank_00_model_states.pt"  # of ZeRO stage 3
+    assert is_read_by(1, divided, True) and not is_read_by(0, divided, True) and is_read_by(0, divided, False)
     assert not is_read_by(1, OPTIMIZER[1], False) and is_read_by(0, OPTIMIZER[1], False)
     assert all(is_read_by(7, name, same) for name in (MODEL, *AVERAGE, "frozen.pt", "other") for same in (True, False))
 

@@ -33,7 +33,21 @@ CONFIG = ModelConfig(
 BATCH, STEPS = 4, 3
 
 
-def train(name: str) -> tuple[list[float], list[bool], dict[str, np.ndarray]] | None:
+# fp32 with every weight divided and taken away after each use, blocks computed again; gradients in small buckets.
+DIVIDED = {
+    "gradient_clipping": 1.0,
+    "activation_checkpointing": {},
+    "zero_optimization": {
+        "stage": 3,
+        "reduce_bucket_size": 1000,
+        "stage3_param_persistence_threshold": 0,
+        "stage3_max_live_parameters": 0,
+        "stage3_max_reuse_distance": 0,
+    },
+}
+
+
+def train(name: str, values: dict | None = None) -> tuple[list[float], list[bool], dict[str, np.ndarray]] | None:
     """(losses, which steps were applied, fp32 weights); None if it cannot run here."""
     import torch.distributed as dist
     from deepspeed.accelerator import get_accelerator
@@ -42,7 +56,7 @@ def train(name: str) -> tuple[list[float], list[bool], dict[str, np.ndarray]] | 
     path = FOLDER / f"{name}.json"
     words = ["--model", "m", "--train-data", "d", "--output", "o", "--deepspeed_config", str(path)]
     args = parse_arguments([*words, "--batch-size", str(BATCH), "--lr", "3e-4"])
-    config, _ = resolve_config(read_config(path), args, world_size)
+    config, _ = resolve_config(values or read_config(path), args, world_size)
     if config["fp16"]["enabled"] and not get_accelerator().is_fp16_supported():
         return None
     if "compile" in config:  # traced on a CPU too, without waiting for a compiler of kernels
@@ -71,7 +85,7 @@ def train(name: str) -> tuple[list[float], list[bool], dict[str, np.ndarray]] | 
 
 
 def trainings() -> dict:
-    return {name: train(name) for name in NAMES}
+    return {name: train(name) for name in NAMES} | {"divided": train("divided", DIVIDED)}
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +109,14 @@ def test_it_trains_on_two_ranks_with_the_losses_of_fp32(runs, name: str) -> None
 def test_where_things_are_kept_does_not_change_the_weights(runs, name: str) -> None:
     for key, value in runs["zero1_bf16"][2].items():
         np.testing.assert_allclose(runs[name][2][key], value, rtol=1e-5, atol=1e-6, err_msg=key)
+
+
+def test_stage_3_divides_every_weight_and_takes_the_steps_of_stage_1(runs) -> None:
+    losses, _, weights = runs["divided"]
+    np.testing.assert_allclose(losses, runs["fp32"][0], rtol=1e-6)
+    assert weights.keys() == runs["fp32"][2].keys()
+    for key, value in runs["fp32"][2].items():
+        np.testing.assert_allclose(weights[key], value, rtol=1e-5, atol=1e-6, err_msg=key)
 
 
 def test_the_files_that_only_add_a_section_have_the_default_ones_values() -> None:

@@ -89,6 +89,8 @@ def make_engine(model, micro_batch: int, accumulation: int = 1, stage: int = 1, 
         "gradient_clipping": 0.0,  # DeepSpeed's own default is 1.0
         "steps_per_print": 1000000,
     }
+    if stage == 3:  # the temperature and most vectors whole on each rank, the others divided, in several sub-groups
+        config["zero_optimization"] |= {"stage3_param_persistence_threshold": WIDTH, "sub_group_size": 100}
     if precision != "fp32":
         config[precision] = {"enabled": True}
     lr = options.pop("lr", 1e-2)
