@@ -31,8 +31,8 @@ from .loss import ClipLoss
 _BLOCK = 512
 # fp32 matrices of logits that the loss's backward pass holds at once.
 _LOGIT_COPIES = 4
-# Tensors [B, T, C] that the backward pass of one compiled block holds at once beside what the forward pass kept. Fused
-# code materialises few. A block that computes everything again holds no more than what it would have kept.
+# Tensors [B, T, C] that the backward pass of one compiled block holds at once, beside what the forward pass kept and
+# what is computed again. Fused code materialises few.
 _COMPILED_WORK = 8
 
 
@@ -216,12 +216,16 @@ def activation_bytes(
         unit = batch * tokens * tower.config.width * weight.element_size()
         tower.block_runner = _Compiled()
         if weight.requires_grad:
-            # Checkpointed blocks keep their input, and one at a time what it takes to go back through it.
-            kept = "elementwise" if recompute == EVERYTHING else recompute
-            block = batch * kept_by_compiled_block(model.config, tower is model.image_model, kept, weight.dtype)
-            held += tower.config.depth * (unit if checkpointed else block)
+            # Of what most blocks would keep one block at a time has all, the rest computed again; "everything" keeps a
+            # block's input alone.
+            is_image = tower is model.image_model
+            most = batch * kept_by_compiled_block(model.config, is_image, "elementwise", weight.dtype)
+            kept = unit
+            if not checkpointed:
+                kept = batch * kept_by_compiled_block(model.config, is_image, recompute, weight.dtype)
+            held += tower.config.depth * kept
             # The text tower's last block is the first to need more, when everything else is still held.
-            work = block if checkpointed else _COMPILED_WORK * unit
+            work = _COMPILED_WORK * unit + most - (0 if checkpointed else kept)
         else:  # a locked tower keeps nothing; its blocks need room to work in, one after the other
             work = max(work, _COMPILED_WORK * unit)
     return _run(model, batch, loss_chunk) + held + work

@@ -44,19 +44,24 @@ def without_kernels(monkeypatch) -> None:
     monkeypatch.setattr(lerp, "usable", lambda x, layout: False)
 
 
-# Peaks of the real job on one H200 with torch 2.11, batch 512, bf16.
+# Peaks of the real job on H200s with torch 2.11, bf16; the compiled ones with CUDA graphs, but for ZeRO-2.
 @pytest.mark.parametrize(
-    ("model", "config", "measured"),
+    ("model", "config", "batch", "gpus", "measured"),
     [
-        ("B-32", "zero1_bf16", 22.1),
-        ("B-32", "zero2_bf16", 22.3),
-        ("B-32", "zero1_bf16_compile", 15.8),
-        ("B-16", "zero1_bf16_compile", 40.1),
+        ("B-32", "zero1_bf16", 512, 1, 22.1),
+        ("B-32", "zero2_bf16", 512, 1, 22.3),
+        ("B-32", "zero3_bf16", 512, 2, 22.5),
+        ("B-32", "zero1_bf16_compile", 512, 1, 16.6),
+        ("B-32", "zero1_bf16_compile", 512, 2, 15.8),
+        ("B-32", "zero1_bf16_compile", 256, 1, 9.4),
+        ("B-32", "zero1_bf16_selective", 512, 1, 5.6),
+        ("B-32", "zero1_bf16_checkpointing", 512, 1, 4.6),
+        ("B-16", "zero1_bf16_compile", 512, 1, 40.1),
     ],
 )
-def test_the_predicted_peak_is_within_10_percent_of_what_an_h200_took(capsys, model, config, measured):
-    figures = plan(capsys, "--model", model, "--batch", 512, "--config", CONFIGS / f"{config}.json")
-    assert figures["peak"] / GIB == pytest.approx(measured, rel=0.1)
+def test_the_predicted_peak_is_within_10_percent_of_what_an_h200_took(capsys, model, config, batch, gpus, measured):
+    words = ["--model", model, "--batch", batch, "--gpus", gpus, "--config", CONFIGS / f"{config}.json"]
+    assert plan(capsys, *words)["peak"] / GIB == pytest.approx(measured, rel=0.1)
 
 
 def test_without_the_kernels_too(capsys, monkeypatch):
@@ -64,20 +69,6 @@ def test_without_the_kernels_too(capsys, monkeypatch):
     figures = plan(capsys, "--model", "B-32", "--batch", 512, "--config", CONFIGS / "zero1_bf16_compile.json")
     # Measured in a loop without an engine, whose weights and states took 1.0 GiB.
     assert figures["activations"] / GIB + 1.0 == pytest.approx(10.9, rel=0.1)
-
-
-@pytest.mark.parametrize(
-    ("config", "batch", "measured"),
-    [
-        ("zero1_bf16_selective", 512, 4.5),
-        ("zero1_bf16_checkpointing", 512, 3.4),
-        ("zero1_bf16_checkpointing", 4096, 21.4),
-    ],
-)
-def test_where_cuda_graphs_hide_memory_the_predicted_peak_is_an_upper_bound(capsys, config, batch, measured):
-    figures = plan(capsys, "--model", "B-32", "--batch", batch, "--config", CONFIGS / f"{config}.json")
-    assert measured < figures["peak"] / GIB < measured + max(1.6, 0.25 * measured)
-    assert figures["is_upper_bound"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -13,7 +13,7 @@ import torch
 from ranks import run_ranks
 
 from rwkv_clip.model.clip import RWKVCLIP
-from rwkv_clip.model.compile import compiled_forward
+from rwkv_clip.model.compile import compiled_end, compiled_forward
 from rwkv_clip.model.config import ImageConfig, ModelConfig, TextConfig
 from rwkv_clip.training import compilation
 from rwkv_clip.training.arguments import parse_arguments
@@ -62,6 +62,7 @@ def train(name: str, values: dict | None = None) -> tuple[list[float], list[bool
     if "compile" in config:  # traced on a CPU too, without waiting for a compiler of kernels
         config["compile"]["force"] = True
         compilation.compiled_forward = partial(compiled_forward, backend="eager")
+        compilation.compiled_end = partial(compiled_end, backend="eager")
     world = SimpleNamespace(
         device=torch.device("cpu"),
         place=SimpleNamespace(local_rank=rank, local_world_size=world_size),
