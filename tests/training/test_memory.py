@@ -50,7 +50,6 @@ def without_kernels(monkeypatch) -> None:
     [
         ("B-32", "zero1_bf16", 512, 1, 22.1),
         ("B-32", "zero2_bf16", 512, 1, 22.3),
-        ("B-32", "zero3_bf16", 512, 2, 22.5),
         ("B-32", "zero1_bf16_compile", 512, 1, 16.6),
         ("B-32", "zero1_bf16_compile", 512, 2, 15.8),
         ("B-32", "zero1_bf16_compile", 256, 1, 9.4),
