@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import os
 import sys
 from typing import Any, NoReturn
 
@@ -51,13 +52,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"rwkv-clip {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     chosen = next((word for word in argv if not word.startswith("-")), None)
-    for name, (module_name, summary) in COMMANDS.items():
-        subparser = subparsers.add_parser(name, help=summary, description=summary)
-        if name == chosen:
-            module = importlib.import_module(module_name)
-            module.add_arguments(subparser)
-            subparser.set_defaults(run=module.run)
     try:
+        for name, (module_name, summary) in COMMANDS.items():
+            subparser = subparsers.add_parser(name, help=summary, description=summary)
+            if name == chosen:  # which takes seconds where it is PyTorch's
+                module = importlib.import_module(module_name)
+                module.add_arguments(subparser)
+                subparser.set_defaults(run=module.run)
         args = parser.parse_args(argv)
         return args.run(args)
     except UserError as error:
@@ -65,6 +66,9 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr, flush=True)
         return 130
+    except BrokenPipeError:  # whoever reads, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still has to write
+        return 141  # as of a process that SIGPIPE ended
 
 
 if __name__ == "__main__":

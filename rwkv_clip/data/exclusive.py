@@ -11,12 +11,16 @@ from pathlib import Path
 from ..errors import UserError
 
 
-def refuse_mount_point(out: Path) -> None:
+def refuse_unreplaceable(out: Path) -> None:
     """Refuse a folder whose place a finished one could not take, before the work is done.
 
+    out: with all links followed.
+
     Raises:
-        UserError: `out` is a mount point.
+        UserError: `out` is a mount point, or a link that leads to itself.
     """
+    if out.is_symlink():
+        raise UserError(f"{out} is a link that leads to itself: remove it, or name another folder")
     if os.path.ismount(out):
         raise UserError(
             f"{out} is a mount point, which cannot be replaced: name a folder in it, such as {out / 'data'}"

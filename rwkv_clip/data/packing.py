@@ -26,7 +26,7 @@ from ..errors import UserError, os_errors_in_words
 from . import pack_workers
 from .bad_records import MAX_PIXELS
 from .dataset import MANIFEST_NAME, read_manifest, write_manifest
-from .exclusive import exclusive, refuse_mount_point
+from .exclusive import exclusive, refuse_unreplaceable
 from .images import Limits, has_strict_decoder
 from .pack_shard import Job, ShardReport
 from .progress import Progress
@@ -74,10 +74,11 @@ def pack(
     with os_errors_in_words(out):
         finished = _finished_recipe(out)
     if finished is None:
-        refuse_mount_point(out)
+        refuse_unreplaceable(out)
     partial = out.with_name(out.name + ".partial")
     start = time.monotonic()
     with _working_folder(partial):
+        finished = _finished_recipe(out)  # again: another packer may have ended just now
         (partial / "index").mkdir(exist_ok=True)
         source.build_index(partial / "index")
         if caption_names is not None:

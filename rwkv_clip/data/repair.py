@@ -13,7 +13,7 @@ import numpy as np
 
 from ..errors import UserError, os_errors_in_words
 from .dataset import MANIFEST_NAME, Dataset, caption_names_of_width, find_records, read_manifest, write_manifest
-from .exclusive import exclusive, refuse_mount_point
+from .exclusive import exclusive, refuse_unreplaceable
 from .progress import Log, Progress
 from .record_scan import scan_records
 from .recordio import RecordFile, RecordWriter
@@ -84,7 +84,7 @@ def repair(path: str | os.PathLike, out: str | os.PathLike, workers: int | None 
     out = Path(os.path.realpath(out))
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is not an empty folder: give another one for the clean copy")
-    refuse_mount_point(out)
+    refuse_unreplaceable(out)
     dataset = open_damaged(path, log)
     with _new_folder(out) as folder:
         counts = _copy_shards(dataset, path, folder, workers, log)

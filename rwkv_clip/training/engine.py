@@ -50,16 +50,22 @@ def deepspeed_form(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def validate_config(config: dict[str, Any], source: str) -> None:
+def check_readable(config: dict[str, Any], source: str) -> None:
     """Let DeepSpeed read a resolved configuration; `UserError` with its reason when it cannot."""
     from deepspeed import DeepSpeedConfig
-    from deepspeed.accelerator import get_accelerator
 
     try:
         # With the TensorBoard section as it is written, so that DeepSpeed judges it too.
         DeepSpeedConfig(deepspeed_form(config) | {k: config[k] for k in ("tensorboard",) if k in config})
     except Exception as error:
         raise UserError(f"{source}: DeepSpeed refuses it: {_first_reason(error)}") from None
+
+
+def validate_config(config: dict[str, Any], source: str) -> None:
+    """`check_readable`, and whether this machine can compute in the precision."""
+    from deepspeed.accelerator import get_accelerator
+
+    check_readable(config, source)
     precision = precision_name(config)
     accelerator = get_accelerator()
     supported = {"bf16": accelerator.is_bf16_supported, "fp16": accelerator.is_fp16_supported, "fp32": lambda: True}

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import logging
+import sys
+from collections.abc import Iterator
 
 from ..errors import UserError
 from ..model.config import load_config
 from .arguments import COUNT, COUNT_OR_ZERO, parse_arguments, positive_number
 from .config import read_config, resolve_config
+from .engine import check_readable
 from .log import duration
 from .memory import StepMemory, step_memory
 
@@ -63,6 +68,10 @@ def forecast(args: argparse.Namespace) -> dict:
     training = parse_arguments(words)
     model_config = load_config(args.model)
     config, sizes = resolve_config(read_config(args.config), training, args.gpus)
+    # Without the product of all sizes, which DeepSpeed would compare with the processes that are here.
+    alone = {name: value for name, value in config.items() if name != "train_batch_size"}
+    with _without_words_about_this_machine():
+        check_readable(alone, str(args.config or "the DeepSpeed JSON"))
     averaged = training.ema_decay is not None
     try:
         memory = step_memory(model_config, config, sizes, args.loss_chunk, averaged, args.lock_image, args.lock_text)
@@ -93,6 +102,17 @@ def forecast(args: argparse.Namespace) -> dict:
             seconds = figures["steps_per_epoch"] * sizes.all_ranks / (args.rate * args.gpus)
             figures |= {"epoch_seconds": seconds, "epochs": args.epochs, "run_seconds": seconds * args.epochs}
     return figures
+
+
+@contextlib.contextmanager
+def _without_words_about_this_machine() -> Iterator[None]:
+    """DeepSpeed, imported for the first time, warns of a machine without a GPU, and logs to what stdout is then."""
+    logging.disable(logging.WARNING)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def lines(figures: dict) -> list[str]:

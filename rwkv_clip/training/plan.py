@@ -146,7 +146,9 @@ class Plan:
             "epochs": self.args.epochs,
             "model": self.model_config.to_dict(),
             "flags": {name: getattr(self.args, name) for name in FIXED_FLAGS},
-            "deepspeed": {name: self.config.get(name) for name in FIXED_SECTIONS},
+            "deepspeed": {name: self.config.get(name) for name in FIXED_SECTIONS}
+            # How stage 3 divides the optimizer's state.
+            | {"zero_optimization.sub_group_size": self.config["zero_optimization"].get("sub_group_size")},
         }
 
 
@@ -268,10 +270,12 @@ def _check_resume(plan: Plan, state: dict[str, Any]) -> None:
             'gradient_accumulation_steps at "auto"'
         )
     for name, then in state["deepspeed"].items():
-        if now["deepspeed"].get(name) != then:
+        found = now["deepspeed"].get(name)
+        if found != then:
+            was, is_now = ("not set" if value is None else value for value in (then, found))
             raise UserError(
-                f"'{name}' in the DeepSpeed JSON was {then} in the run to resume ({source}) and is "
-                f"{now['deepspeed'].get(name)}: put the old value back"
+                f"'{name}' in the DeepSpeed JSON was {was} in the run to resume ({source}) and is {is_now}: put that "
+                "right"
             )
     if now["zero_stage"] != state["zero_stage"] and not {now["zero_stage"], state["zero_stage"]} <= {1, 2}:
         raise UserError(

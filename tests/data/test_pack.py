@@ -245,6 +245,10 @@ def test_a_link_to_an_empty_folder_may_be_the_output_and_a_mount_point_is_refuse
     with pytest.raises(UserError, match="mount is a mount point, .*: name a folder in it, such as .*mount/data"):
         pack_here(table, tmp_path / "mount")
     assert not (tmp_path / "mount.partial").exists()
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(UserError, match="loop is a link that leads to itself"):
+        pack_here(table, tmp_path / "loop")
+    assert not (tmp_path / "loop.partial").exists()
 
 
 def test_names_that_are_no_text_are_listed_and_printed(tmp_path, fixtures, monkeypatch):

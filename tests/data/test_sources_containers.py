@@ -195,6 +195,8 @@ def test_parquet_files_of_other_columns_and_damaged_ones_are_one_line_that_names
     pyarrow.parquet.write_table(twice, other)
     with pytest.raises(UserError, match="1.parquet has 2 columns 'caption' and one is needed"):
         indexed(tmp_path)
+    with pytest.raises(UserError, match="1.parquet cannot be read as parquet: .*caption.* exists 2 times"):
+        indexed(other)
     data = write_parquet(other, image=[os.urandom(3000)], caption=["a"]).read_bytes()
     other.write_bytes(data[:10] + bytes(20) + data[30:])
     with pytest.raises(UserError, match="1.parquet cannot be read as parquet or copied to"):

@@ -250,6 +250,22 @@ def test_a_bucket_size_left_to_deepspeed_is_its_default(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("zero_optimization", "message"),
+    [
+        ({"stage": 3, "stage3_max_live_parameters": [1]}, "stage3_max_live_parameters: Input should be a valid"),
+        ({"stage": 2, "contiguous_gradients": None}, "contiguous_gradients: Input should be a valid boolean"),
+        ({"stage": 3, "stage3_foo": 1}, "stage3_foo: Extra inputs are not permitted"),
+    ],
+)
+def test_what_deepspeed_refuses_is_refused_here_too(capsys, tmp_path, zero_optimization, message):
+    path = tmp_path / "odd.json"
+    path.write_text(json.dumps({"zero_optimization": zero_optimization}))
+    assert main(["plan", "--model", "Nano", "--batch", "8", "--gpus", "3", "--config", str(path)]) != 0
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--batch", "8", "--rate", "5"], "--rate gives the time of an epoch"),

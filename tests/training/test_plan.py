@@ -83,6 +83,16 @@ def test_a_resumed_run_keeps_its_loss_also_where_the_run_is_older_than_the_flag(
         _check_resume(plan, {"flags": saved})
 
 
+def test_a_resumed_run_keeps_how_its_optimizer_s_state_is_divided():
+    def described(size):
+        common = dict.fromkeys(("flags", "model", "data"), {}) | {"global_batch": 8}
+        return common | {"deepspeed": {"zero_optimization.sub_group_size": size}}
+
+    plan = SimpleNamespace(description=lambda: described(20000), resume_from="runs/old")
+    with pytest.raises(UserError, match="sub_group_size' in the DeepSpeed JSON was not set .* and is 20000"):
+        _check_resume(plan, described(None))
+
+
 @pytest.mark.parametrize(
     ("accumulation", "negatives", "world_size", "micro_batch", "words"),
     [

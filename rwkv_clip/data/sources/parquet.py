@@ -164,7 +164,8 @@ def _opened(file: Path, purpose: str = "") -> Iterator[Any]:
     try:
         with parquet.ParquetFile(file) as reader:
             yield reader
-    except (OSError, ValueError, pyarrow.ArrowException) as error:
+    # The last two: a column that stands twice, and a date that Python has no form for.
+    except (OSError, ValueError, pyarrow.ArrowException, KeyError, OverflowError) as error:
         raise UserError(f"{file} cannot be read as parquet{purpose}: {error}") from None
 
 
