@@ -220,8 +220,8 @@ def activation_bytes(
             # block's input alone.
             is_image = tower is model.image_model
             most = batch * kept_by_compiled_block(model.config, is_image, "elementwise", weight.dtype)
-            kept = unit
-            if not checkpointed:
+            kept = unit if checkpointed else most
+            if not checkpointed and recompute != "elementwise":
                 kept = batch * kept_by_compiled_block(model.config, is_image, recompute, weight.dtype)
             held += tower.config.depth * kept
             # The text tower's last block is the first to need more, when everything else is still held.
