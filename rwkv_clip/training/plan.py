@@ -273,9 +273,9 @@ def _check_resume(plan: Plan, state: dict[str, Any]) -> None:
         found = now["deepspeed"].get(name)
         if found != then:
             was, is_now = ("not set" if value is None else value for value in (then, found))
+            advice = "remove it" if then is None else "put the old value back"
             raise UserError(
-                f"'{name}' in the DeepSpeed JSON was {was} in the run to resume ({source}) and is {is_now}: put that "
-                "right"
+                f"'{name}' in the DeepSpeed JSON was {was} in the run to resume ({source}) and is {is_now}: {advice}"
             )
     if now["zero_stage"] != state["zero_stage"] and not {now["zero_stage"], state["zero_stage"]} <= {1, 2}:
         raise UserError(

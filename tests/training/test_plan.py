@@ -89,7 +89,7 @@ def test_a_resumed_run_keeps_how_its_optimizer_s_state_is_divided():
         return common | {"deepspeed": {"zero_optimization.sub_group_size": size}}
 
     plan = SimpleNamespace(description=lambda: described(20000), resume_from="runs/old")
-    with pytest.raises(UserError, match="sub_group_size' in the DeepSpeed JSON was not set .* and is 20000"):
+    with pytest.raises(UserError, match="sub_group_size' in the DeepSpeed JSON was not set .* and is 20000: remove it"):
         _check_resume(plan, described(None))
 
 
