@@ -2,6 +2,7 @@
 
     python benchmarks/inference.py                           B/32, bf16: encode_image at batch 512 and 1, encode_text
     python benchmarks/inference.py --compile                 the same under torch.compile
+    python benchmarks/inference.py --published RWKV-CLIP     beside the published code's encode_image (published.py)
 
 Speed is the median over repetitions, each ended by a wait for the device. Memory is the most that torch held, weights
 and input included, and on a GPU what NVML says is in use, CUDA's own context included; each batch size is measured in a
@@ -19,6 +20,7 @@ import sys
 import time
 from pathlib import Path
 
+import published
 import torch
 from job import ProcessMemory, gpu_ids
 from train_step import machine
@@ -68,20 +70,25 @@ def main() -> int:
     parser.add_argument("--compile", action="store_true", help="under torch.compile")
     parser.add_argument("--batch-size", type=int, default=512, help="of the large batches (default: %(default)s)")
     parser.add_argument("--repetitions", type=int, default=50, help="calls that are timed (default: %(default)s)")
+    parser.add_argument("--published", type=Path, metavar="FOLDER", help="a checkout of the published code")
     parser.add_argument("--json", type=Path, help="write the figures there too")
     args = parser.parse_args()
     print(f"{args.model}, bf16{', compiled' * args.compile}, {machine()}, torch {torch.__version__}, ", end="")
     print(datetime.date.today())
     print("| call | batch | samples/s | ms | torch's peak | process |\n|---|---|---|---|---|---|", flush=True)
+    cases = [(method, encode, (args.model, method), size) for method, size in CASES]
+    if args.published:
+        cases.insert(1, ("published encode_image", published.encode_image, (args.published.resolve(), args.model), 512))
     results = []
-    for method, size in CASES:
+    for name, function, given, size in cases:
         batch = args.batch_size if size > 1 else 1
+        given = (*given, batch, args.compile) if function is encode else (*given, batch)
         with multiprocessing.get_context("spawn").Pool(1) as pool:
-            figures = pool.apply(encode, (args.model, method, batch, args.compile, args.repetitions))
-        results.append({"method": method, "batch": batch, **figures})
-        cells = [method, str(batch), f"{figures['samples_per_second']:,.0f}", f"{figures['ms']:.2f}"]
-        for name in ("torch_peak_gib", "process_peak_gib"):
-            cells.append(f"{figures[name]:.2f} GiB" if name in figures else "")
+            figures = pool.apply(function, (*given, args.repetitions))
+        results.append({"method": name, "batch": batch, **figures})
+        cells = [name, str(batch), f"{figures['samples_per_second']:,.0f}", f"{figures['ms']:.2f}"]
+        for key in ("torch_peak_gib", "process_peak_gib"):
+            cells.append(f"{figures[key]:.2f} GiB" if key in figures else "")
         print(f"| {' | '.join(cells)} |", flush=True)
     if args.json:
         args.json.write_text(json.dumps({"machine": machine(), "model": args.model, "rows": results}, indent=1) + "\n")
