@@ -14,27 +14,28 @@ template <bool kSplit, int kBlocks, bool kChunked>
 struct BackwardLayout {
     static constexpr int kTile = kSplit ? 2 * kTileBytes : kTileBytes;
     static constexpr int kLevels = Meeting<kBlocks>::kLevels;
-    static constexpr int kGa = 0;                                          // [row block][column block]
-    static constexpr int kOwnGa = kGa + kBlocks * kBlocks * kTile;         // [block][gA, transposed] fragments
-    static constexpr int kZero = kOwnGa + 2 * kBlocks * kTile;             // as long as a block's two fragments
-    static constexpr int kScaledR = kZero + 2 * kTile;                     // [level][block]
-    static constexpr int kScaledK = kScaledR + kLevels * kBlocks * kTile;  // [level][block]
-    static constexpr int kTables = kScaledK + kLevels * kBlocks * kTile;   // [4] fragments
-    static constexpr int kSums = kTables + 4 * kTileBytes;                 // [level ... side][block][16], float
-    // [block][4], float32 and float16 only; where there is one chunk in the place of v, which is not used in the loop, and
-    // gu_sums as well.
-    static constexpr int kOwn = kSums + (kLevels + (kChunked ? 3 : 0)) * kBlocks * 64;
-    static constexpr int kOwnBytes = kSplit ? 4 * kBlocks * kTile : 0;
+    // Scaled tokens are tiles [level][block]; of five blocks the last one has the last level only.
+    static constexpr int kScaledStride = kBlocks == 5 ? 4 : kBlocks;
+    static constexpr int kScaledTiles = kLevels > 0 ? (kLevels - 1) * kScaledStride + kBlocks : 0;
+
+    // [row block][column block]. Nothing reads the diagonal in the loop: its tile is the warp's own there.
+    static constexpr int kGa = 0;
+    static constexpr int kOwnGa = kGa + kBlocks * kBlocks * kTile;  // [block][gA, transposed] fragments
+    static constexpr int kZero = kOwnGa + 2 * kBlocks * kTile;      // as long as a block's two fragments
+    static constexpr int kScaledR = kZero + 2 * kTile;
+    static constexpr int kScaledK = kScaledR + kScaledTiles * kTile;
+    static constexpr int kTables = kScaledK + kScaledTiles * kTile;  // [4] fragments
+    static constexpr int kSums = kTables + 4 * kTileBytes;           // [level ... side][block][16], float
+    static constexpr int kGuSums = kSums + (kLevels + (kChunked ? 3 : 0)) * kBlocks * 64;  // [block][channel], float
     static constexpr bool kKeepsRates = ForwardLayout<kSplit, kBlocks, kChunked>::kKeepsRates;
     static constexpr bool kSharedSides = !kSplit;
-    int v, gy, u, totals, between, gu_sums, rates, lone, states, sides, bytes;
+    int v, gy, u, totals, between, rates, lone, states, sides, bytes;
 
     __host__ __device__ explicit BackwardLayout(int groups) {
-        const int v_bytes = kBlocks * groups * kTile, gu_bytes = kBlocks * groups * 64;
-        gu_sums = kOwn + kOwnBytes;  // [block][channel], float
-        const int after = gu_sums + gu_bytes;
-        v = kChunked ? after : kOwn;                                                  // [group][block]
-        gy = kChunked || v + v_bytes > after ? v + v_bytes : after;                   // [group][block]
+        const int v_bytes = kBlocks * groups * kTile;
+        // [group][block]. In the loop v is not used where there is one chunk, and gu_sums not outside it.
+        v = kGuSums + (kChunked ? kBlocks * groups * 64 : 0);
+        gy = v + v_bytes;                                                             // [group][block]
         u = gy + v_bytes;                                                             // [channel], float
         totals = u + groups * 64;                                                     // [block][channel], float
         between = totals + kBlocks * groups * 64;                                     // see Between
@@ -146,13 +147,16 @@ __global__ void __launch_bounds__(32 * kBlocks, backward_occupancy(Element::kSpl
     float* u = shared_pointer<float>(shared + layout.u);
     float* totals = shared_pointer<float>(shared + layout.totals);
     float* between = shared_pointer<float>(shared + layout.between);
-    float* gu_sums = shared_pointer<float>(shared + layout.gu_sums);
+    float* gu_sums = shared_pointer<float>(shared + Layout::kGuSums);
     const auto ga_tile = [&](int row_block, int column_block) {
         return shared + Layout::kGa + (row_block * kBlocks + column_block) * kTile;
     };
-    const auto r_tile = [&](int m, int block) { return shared + Layout::kScaledR + (m * kBlocks + block) * kTile; };
-    const auto k_tile = [&](int m, int block) { return shared + Layout::kScaledK + (m * kBlocks + block) * kTile; };
-    const auto own_tile = [&](int i) { return shared + Layout::kOwn + (work.block * 4 + i) * kTile; };
+    const auto scaled_tile = [&](int from, int m, int block) {
+        return shared + from + (m * Layout::kScaledStride + block) * kTile;
+    };
+    const auto r_tile = [&](int m, int block) { return scaled_tile(Layout::kScaledR, m, block); };
+    const auto k_tile = [&](int m, int block) { return scaled_tile(Layout::kScaledK, m, block); };
+    const Address own_tile = ga_tile(work.block, work.block);
     const auto table = [&](int i) { return shared + Layout::kTables + i * kTileBytes; };
     const auto sums_row = [&](int i, int block) {
         return shared_pointer<float>(shared + Layout::kSums) + (i * kBlocks + block) * 16;
@@ -304,8 +308,9 @@ __global__ void __launch_bounds__(32 * kBlocks, backward_occupancy(Element::kSpl
             to_rates(rates);
         }
         const BlockDecay<kSplit> decay(rates, lane);
-        const Unscaled<kSplit> r_channels = to_channels(next_r, own_tile(2), lane);
-        const Unscaled<kSplit> k_channels = to_channels(next_k, own_tile(3), lane);
+        const Unscaled<kSplit> r_channels = to_channels(next_r, own_tile, lane);
+        if (kSplit) __syncwarp();
+        const Unscaled<kSplit> k_channels = to_channels(next_k, own_tile, lane);
         inside.add_near(next_k, next_r, k_channels, r_channels, u + 16 * group, lane);
         const auto load_next = [&]() {
             if (group + 1 == work.groups) return;
@@ -454,8 +459,9 @@ __global__ void __launch_bounds__(32 * kBlocks, backward_occupancy(Element::kSpl
             }
         }
 
-        write_columns(gr, place, own_tile(0), gr_sums, lane);
-        write_columns(gk, place, own_tile(1), gk_sums, lane);
+        write_columns(gr, place, own_tile, gr_sums, lane);
+        if (kSplit) __syncwarp();
+        write_columns(gk, place, own_tile, gk_sums, lane);
         if constexpr (!Layout::kKeepsRates) load_next();  // later: registers
 
         __syncthreads();
