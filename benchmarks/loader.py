@@ -84,7 +84,8 @@ def undecoded_pipeline(batch_size: int, image_size: int, device: torch.device, s
         choices = fn.external_source(name="choices", dtype=types.INT32, ndim=1)
         encoded = fn.external_source(name="encoded", dtype=types.UINT8, ndim=1, no_copy=True)
         sizes = fn.cat(fn.peek_image_shape(encoded, dtype=types.INT32), choices)
-        pipeline.set_outputs(sizes, fn.external_source(name="labels", dtype=types.FLOAT, ndim=1))
+        pixels = fn.reshape(fn.cast(sizes[0:3], dtype=types.UINT8), shape=[3, 1, 1])
+        pipeline.set_outputs(pixels, fn.external_source(name="labels", dtype=types.FLOAT, ndim=1))
     return FedPipeline(pipeline, settings.prefetch)
 
 

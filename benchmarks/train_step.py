@@ -42,9 +42,11 @@ TABLE = [
     ("RWKV-CLIP-B-32", "zero1_bf16_checkpointing", 2048),
     ("RWKV-CLIP-B-16", "zero1_bf16_compile", 512),
     ("RWKV-CLIP-B-32", "zero2_bf16", 512),
+    ("RWKV-CLIP-B-32", "zero3_bf16", 512),
     ("RWKV-CLIP-B-32", "zero1_bf16_offload", 512),
+    ("RWKV-CLIP-B-32", "zero1_bf16_profile", 512),
     ("RWKV-CLIP-B-32", "zero1_fp16", 512),
-    ("RWKV-CLIP-B-32", "fp32", 256),
+    ("RWKV-CLIP-B-32", "fp32", 512),
 ]
 
 

@@ -32,6 +32,7 @@ from .dataset import CONTEXT_LENGTH, Dataset
 from .pipeline import (
     DecoderSettings,
     FedPipeline,
+    Normalise,
     encoded_list,
     eval_pipeline,
     eval_regions,
@@ -88,7 +89,7 @@ class Loader:
         image_size: side of the square images in pixels.
         context_length: tokens per caption that the model takes, at most the 77 stored.
         device: where batches go; images are decoded there too.
-        dtype: of the images; DALI computes in float32.
+        dtype: of the images, which are normalised in float32.
         train: False for validation: every record once, in order, over all ranks; the published evaluation's resize
             and centre crop; one fixed caption; the last batches are padded (see `Batch.valid`).
         seed: of crops, flips and captions.
@@ -150,7 +151,7 @@ class Loader:
                 )
         self.steps_per_epoch = self._plan.steps_per_epoch
         self._micro_batch_size, self._image_size, self._device = micro_batch_size, image_size, device
-        self._dtype = dtype
+        self._normalise = Normalise(device, dtype)
         self._context_length, self._seed, self._skip_bad = context_length, seed, on_bad_record == "skip"
         self._settings = settings or DecoderSettings()
         self._reader = BatchReader(dataset)
@@ -248,13 +249,13 @@ class Loader:
                 continue
             entry = self._decoding[0]
             try:
-                images, labels = self._decoder.pop()
+                pixels, labels = self._decoder.pop()
             except RuntimeError as error:
                 self._recover(entry, error)
                 continue
             self._decoding.popleft()
             self.num_replaced += entry.planned.num_replaced
-            return self._finish(entry, images, labels)
+            return self._finish(entry, pixels, labels)
 
     def _fill(self) -> None:
         """Keep the stages full. What goes wrong is kept until the good batches before it are used up."""
@@ -304,13 +305,12 @@ class Loader:
         self._decoder.push(encoded=entry.encoded, **entry.inputs)
         self._decoding.append(entry)
 
-    def _finish(self, entry: _InFlight, images: Tensor, labels: Tensor) -> Batch:
+    def _finish(self, entry: _InFlight, pixels: Tensor, labels: Tensor) -> Batch:
         tokens = shorten(labels[:, :CONTEXT_LENGTH].to(torch.int64), self._context_length)
         caption_index = labels[:, CONTEXT_LENGTH].to(torch.int64)
         ids, valid = torch.from_numpy(entry.planned.ids), torch.from_numpy(entry.planned.valid)
-        # A copy: DALI has its memory back at once, not when the device is through with all that uses the batch.
-        images = images.to(self._dtype, copy=True)
-        return Batch(images, tokens, caption_index, ids, valid)
+        # DALI has its memory back at once, not when the device is through with all that uses the batch.
+        return Batch(self._normalise(pixels), tokens, caption_index, ids, valid)
 
     # Records that cannot be decoded.
 
