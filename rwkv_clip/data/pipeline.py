@@ -250,7 +250,7 @@ def decoder_arguments(device: torch.device, settings: DecoderSettings) -> dict:
 
 
 def _planes(images, mirror=0):
-    """A plane per colour. Not normalised: what waits for its step, several batches, takes a quarter of the memory so."""
+    """A plane per colour, not normalised: batches that wait for their step take a quarter of the memory so."""
     return fn.crop_mirror_normalize(images, dtype=types.UINT8, output_layout="CHW", mirror=mirror)
 
 
