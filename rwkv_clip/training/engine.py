@@ -23,7 +23,7 @@ from .lean_zero import leaves_no_gradients, make_lean
 from .log import logger
 from .masters import set_masters
 from .optimizer import LRFactors, allocate_moments, build_optimizer, parameter_groups
-from .partitioned import keep_recomputed, write
+from .partitioned import gather_mixes_whole, keep_recomputed, write
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -139,6 +139,8 @@ def build_engine(
     if checkpoints_activations(config):
         deepspeed.checkpointing.configure(None, deepspeed_config=form)
         model.set_activation_checkpointing(deepspeed.checkpointing.non_reentrant_checkpoint)
+    if config["zero_optimization"]["stage"] == 3 and not checkpoints_activations(config):
+        gather_mixes_whole(model)
     optimizer, groups = _optimizer(model, config, args)
     if world.device.type == "cpu":
         _take_pytorch_s_adamw(form.get("optimizer", {}))

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from ..model.mixing import ChannelMix, TimeMix
+
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
@@ -48,6 +50,18 @@ def write(parameter: nn.Parameter, value: Tensor) -> None:
         if parameter.numel() != parameter.ds_numel:
             return  # empty; a small one may be kept whole beside its part
     parameter.copy_(value.view_as(parameter))
+
+
+def gather_mixes_whole(model: nn.Module) -> None:
+    """Let DeepSpeed gather a mixing layer's weights together and let go of them together. Before it makes the engine.
+
+    Else it would do so for each of their 5 and 3 modules. DeepSpeed takes the gradients of such a group when that of
+    the group's input arrives, so all its weights must be used between its input and its output: a block's are not, as
+    the tower itself runs `ln0`; nor are those of layers that are computed again in the backward pass.
+    """
+    from deepspeed.utils import set_z3_leaf_modules
+
+    set_z3_leaf_modules(model, [TimeMix, ChannelMix])
 
 
 def keep_recomputed(engine: DeepSpeedEngine) -> None:
