@@ -54,6 +54,14 @@ class Job:
     def shard_name(self, shard: int) -> str:
         return f"{self.name}-{shard:05}"
 
+    def is_finished(self, shard: int) -> bool:
+        """Whether its report is there, and whole."""
+        try:
+            ShardReport.read(self.report_path(shard))
+        except (FileNotFoundError, ValueError):
+            return False
+        return True
+
     def report_path(self, shard: int) -> Path:
         return self.reports / f"{shard:05}.json"
 
@@ -67,7 +75,7 @@ class Job:
 
 @dataclass
 class ShardReport:
-    """What became of a shard's rows. A shard is finished when its report is on disk.
+    """What became of a shard's rows. A shard is finished when its whole report is on disk.
 
     Attributes:
         rows, packed: how many there were, how many records were written.
@@ -91,6 +99,7 @@ class ShardReport:
 
     @classmethod
     def read(cls, path: Path) -> ShardReport:
+        """Raises: FileNotFoundError, or ValueError when it was cut by a machine that went down."""
         content = json.loads(path.read_text(encoding="utf-8"))
         skipped = [tuple(entry) for entry in content["skipped"]]
         return cls(content["rows"], content["packed"], Counter(content["notes"]), skipped)

@@ -106,7 +106,7 @@ def pack(
             )
         job = _job(source, partial, recipe, limits, missing, strict)
         source.copy_rows(partial / "index", _say)
-        todo = [shard for shard in range(job.num_shards) if not job.report_path(shard).exists()]
+        todo = [shard for shard in range(job.num_shards) if not job.is_finished(shard)]
         if len(todo) < job.num_shards:
             print(f"going on: {job.num_shards - len(todo)} of {job.num_shards} shards are there already")
         print(f"packing {len(source):,} rows ({source.kind}; captions: {', '.join(source.caption_names)})", flush=True)

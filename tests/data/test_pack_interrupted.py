@@ -246,6 +246,25 @@ def test_a_recipe_that_a_crash_left_empty_or_cut_counts_as_none(tmp_path, conten
     assert len(open_dataset(tmp_path / "out")) == 3
 
 
+@pytest.mark.parametrize("content", [b"", b'{"rows": 5, "pac'])
+def test_a_shard_whose_report_a_crash_left_empty_or_cut_is_packed_again(tmp_path, monkeypatch, capsys, content):
+    table = make_table(tmp_path / "in", 20)
+    pack_here(table, tmp_path / "straight", shard_size=5)
+
+    def crash(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(packing, "_finish", crash)
+    with pytest.raises(KeyboardInterrupt):
+        pack_here(table, tmp_path / "out", shard_size=5)
+    monkeypatch.undo()
+    reports = sorted((tmp_path / "out.partial/reports").glob("*.json"))
+    reports[2].write_bytes(content)
+    pack_here(table, tmp_path / "out", shard_size=5)
+    assert len(reports) == 4 and "going on: 3 of 4 shards are there already" in capsys.readouterr().out
+    assert contents(tmp_path / "out") == contents(tmp_path / "straight")
+
+
 def test_a_process_that_is_killed_is_reported_and_the_same_command_goes_on(tmp_path):
     table = make_table(tmp_path / "in", 400)
     out = tmp_path / "out"
