@@ -25,6 +25,9 @@ import torch
 from job import ProcessMemory, gpu_ids
 from train_step import machine
 
+from rwkv_clip.errors import UserError
+from rwkv_clip.model.config import load_config
+
 CASES = (("encode_image", 512), ("encode_text", 512), ("encode_image", 1), ("encode_text", 1))
 
 
@@ -68,17 +71,31 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="RWKV-CLIP-B-32")
     parser.add_argument("--compile", action="store_true", help="under torch.compile")
-    parser.add_argument("--batch-size", type=int, default=512, help="of the large batches (default: %(default)s)")
-    parser.add_argument("--repetitions", type=int, default=50, help="calls that are timed (default: %(default)s)")
-    parser.add_argument("--published", type=Path, metavar="FOLDER", help="a checkout of the published code")
+    parser.add_argument(
+        "--batch-size", type=published.positive, default=512, help="of the large batches (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--repetitions", type=published.positive, default=50, help="calls that are timed (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--published", type=published.checkout, metavar="FOLDER", help="a checkout of the published code"
+    )
     parser.add_argument("--json", type=Path, help="write the figures there too")
     args = parser.parse_args()
+    try:
+        model = load_config(args.model).name
+    except UserError as error:
+        parser.error(str(error))
+    if args.published and model not in published.CONFIGS:
+        parser.error(f"--published knows {' and '.join(published.CONFIGS)}, found --model {args.model}")
+    if args.json and not args.json.parent.is_dir():
+        parser.error(f"--json {args.json}: there is no folder {args.json.parent}")
     print(f"{args.model}, bf16{', compiled' * args.compile}, {machine()}, torch {torch.__version__}, ", end="")
     print(datetime.date.today())
     print("| call | batch | samples/s | ms | torch's peak | process |\n|---|---|---|---|---|---|", flush=True)
     cases = [(method, encode, (args.model, method), size) for method, size in CASES]
     if args.published:
-        cases.insert(1, ("published encode_image", published.encode_image, (args.published.resolve(), args.model), 512))
+        cases.insert(1, ("published encode_image, not compiled", published.encode_image, (args.published, model), 512))
     results = []
     for name, function, given, size in cases:
         batch = args.batch_size if size > 1 else 1

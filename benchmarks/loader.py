@@ -36,6 +36,7 @@ from rwkv_clip.data.loader import Loader
 from rwkv_clip.data.pipeline import DecoderSettings, FedPipeline, decoder_arguments, encoded_list
 from rwkv_clip.data.recordio import pair_paths
 from rwkv_clip.data.sampler import Sampler
+from rwkv_clip.errors import UserError
 from rwkv_clip.model.transform import CROP_AREA, MEAN, STD
 
 SEED = 1467
@@ -229,11 +230,28 @@ def feed_rows(args, prefix: Path, workers: int) -> list[dict]:
     return rows
 
 
+def picture_size(text: str) -> tuple[int, int]:
+    width, x, height = text.partition("x")
+    if not (x and width.isdigit() and height.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r} is no size: give width x height, such as 500x375")
+    return int(width), int(height)
+
+
 def main() -> int:
+    try:
+        return run()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def run() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="one RecordIO pair (prefix or .rec); default: made-up pictures")
     parser.add_argument("--records", type=int, default=16384, help="records to make up (default: %(default)s)")
-    parser.add_argument("--picture", default="500x375", help="size of made-up pictures (default: %(default)s)")
+    parser.add_argument(
+        "--picture", type=picture_size, default="500x375", help="size of made-up pictures (default: %(default)s)"
+    )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--batch-size", type=int, default=512)
     parser.add_argument("--image-size", type=int, default=224)
@@ -247,13 +265,15 @@ def main() -> int:
     parser.add_argument("--feeds", action="store_true", help="compare ways of feeding instead")
     parser.add_argument("--json", type=Path, help="write the rows there too")
     args = parser.parse_args()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: PyTorch sees no GPU; leave it out, or give cpu")
 
     device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
     settings = DecoderSettings(args.workers, args.prefetch, args.hw_decoder_load, args.memory_padding)
     with tempfile.TemporaryDirectory() as folder:
         prefix = Path(folder) / "made-up" if args.data is None else pair_paths(args.data)[0].with_suffix("")
         if args.data is None:
-            width, height = (int(side) for side in args.picture.split("x"))
+            width, height = args.picture
             make_pair(prefix, args.records, width, height)
         dataset = open_dataset(prefix)
         args.records = len(dataset)

@@ -163,20 +163,36 @@ def train(code: Path, model: str, batch: int, checkpointing: bool, steps: int) -
     }
 
 
+def checkout(text: str) -> Path:
+    """`--published` and the like."""
+    missing = [name for name in CONFIGS.values() if not (Path(text) / "model_config" / name).is_file()]
+    if missing:
+        raise argparse.ArgumentTypeError(
+            f"{text} has no model_config/{missing[0]}: give a checkout of https://github.com/deepglint/RWKV-CLIP"
+        )
+    if not torch.cuda.is_available():
+        raise argparse.ArgumentTypeError("the published kernels need a GPU, and PyTorch sees none")
+    return Path(text).resolve()
+
+
+def positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
+    return int(text)
+
+
 def main() -> int:
     from train_step import machine
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("code", type=Path, help="a checkout of https://github.com/deepglint/RWKV-CLIP")
+    parser.add_argument("code", type=checkout, help="a checkout of https://github.com/deepglint/RWKV-CLIP")
     parser.add_argument("--model", default="RWKV-CLIP-B-32", choices=list(CONFIGS))
-    parser.add_argument("--batch-size", type=int, default=512)
+    parser.add_argument("--batch-size", type=positive, default=512)
     parser.add_argument("--checkpointing", action="store_true", help="its --open-checkpoint")
-    parser.add_argument("--steps", type=int, default=20, help="steps that are timed (default: %(default)s)")
+    parser.add_argument("--steps", type=positive, default=20, help="steps that are timed (default: %(default)s)")
     args = parser.parse_args()
-    if not (args.code / "model_config").is_dir():
-        parser.error(f"{args.code} is no checkout of https://github.com/deepglint/RWKV-CLIP: it has no model_config")
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        given = (args.code.resolve(), args.model, args.batch_size, args.checkpointing, args.steps)
+        given = (args.code, args.model, args.batch_size, args.checkpointing, args.steps)
         figures = pool.apply(train, given)
     print(
         f"published {args.model}, batch {args.batch_size}{', checkpointing' * args.checkpointing}: "

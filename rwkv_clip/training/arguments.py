@@ -227,7 +227,7 @@ def build_parser() -> Parser:
         "--prefetch",
         type=_number(int, 1, 256),
         default=3,
-        help="batches made ahead of the step: evens out slow reads, takes 600 KB of GPU memory a picture of 224 px",
+        help="batches made ahead of the step: evens out slow reads, each takes about 600 KB of GPU memory a picture",
     )
     add(
         "--hw-decoder-load",

@@ -26,6 +26,7 @@ from .config import DTYPES, BatchSizes, checkpoints_activations, precision_name,
 from .config_values import AUTO
 from .engine import lock_towers, set_training_mode
 from .loss import ClipLoss
+from .partitioned import MIXES
 
 # The allocator hands out whole blocks of so many bytes.
 _BLOCK = 512
@@ -178,7 +179,7 @@ def _gathered(config: dict[str, Any], model: nn.Module) -> tuple[int, int]:
     """Elements of weights that ZeRO stage 3 has whole on each rank beside its part: (in the passes, between them).
 
     In the passes: the small ones that stay, those that are fetched in advance or kept for their next use, as many as
-    the JSON allows, and the largest one, which is fetched whatever the limit.
+    the JSON allows, and the largest one or mixing layer, which is fetched whatever the limit.
     """
     section = config["zero_optimization"]
 
@@ -187,9 +188,11 @@ def _gathered(config: dict[str, Any], model: nn.Module) -> tuple[int, int]:
         return default if value == AUTO else int(value)
 
     sizes = [parameter.numel() for parameter in model.parameters()]
+    mixes = [module for module in model.modules() if isinstance(module, MIXES)]
+    largest = max(sizes + [sum(parameter.numel() for parameter in mix.parameters()) for mix in mixes])
     stay = sum(size for size in sizes if size <= limit("param_persistence_threshold", 100_000))
     stay = min(stay, limit("model_persistence_threshold", stay))
-    fetched = max(limit("max_live_parameters", 10**9), limit("max_reuse_distance", 10**9)) + max(sizes)
+    fetched = max(limit("max_live_parameters", 10**9), limit("max_reuse_distance", 10**9)) + largest
     return min(stay + fetched, sum(sizes)), stay
 
 

@@ -20,6 +20,9 @@ from ..model.mixing import ChannelMix, TimeMix
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
+MIXES = (TimeMix, ChannelMix)
+"""What is gathered whole, see `gather_mixes_whole`."""
+
 
 def is_partitioned(parameter: nn.Parameter) -> bool:
     """Whether each rank holds a part of the parameter alone: ZeRO stage 3."""
@@ -61,7 +64,7 @@ def gather_mixes_whole(model: nn.Module) -> None:
     """
     from deepspeed.utils import set_z3_leaf_modules
 
-    set_z3_leaf_modules(model, [TimeMix, ChannelMix])
+    set_z3_leaf_modules(model, list(MIXES))
 
 
 def keep_recomputed(engine: DeepSpeedEngine) -> None:
