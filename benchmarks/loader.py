@@ -1,6 +1,6 @@
 """How many pictures a second the training loader delivers, beside DALI's own mxnet reader in the same run.
 
-    python benchmarks/loader.py                          the GPU if there is one; made-up JPEGs of 500 x 375, 30 KB
+    python benchmarks/loader.py                          the GPU if there is one; made-up JPEGs of 500 x 375, 37 KB
     python benchmarks/loader.py --data train/part-0      one packed pair of your own
     python benchmarks/loader.py --device cpu --batch-size 64 --steps 5 --records 512
     python benchmarks/loader.py --no-decoding            what feeding costs, on any machine

@@ -2,7 +2,7 @@
 
     python benchmarks/pack.py [--images 8000] [--workers 2]
 
-Makes JPEGs of 500 x 375 pixels (about 30 KB) with three captions each in a temporary folder, packs them with full
+Makes JPEGs of 500 x 375 pixels (about 37 KB) with three captions each in a temporary folder, packs them with full
 checking through the command line, start-up included, and, where `.venv-mxnet` has mxnet and OpenCV, packs the same
 files with `cv2.imread` + `mxnet.recordio.pack_img`, which neither checks nor tokenizes, in one process.
 

@@ -14,7 +14,7 @@ from rwkv_clip.data.recordio import RecordWriter
 
 
 def make_pair(prefix: Path, num_records: int, width: int = 500, height: int = 375) -> None:
-    """Write `prefix`.rec and .idx: JPEGs of this size (about 30 KB at 500 x 375), three short captions each."""
+    """Write `prefix`.rec and .idx: JPEGs of this size (about 37 KB at 500 x 375), three short captions each."""
     label = np.zeros((3, 77), np.float32)
     label[:, :4] = 49406, 320, 1125, 49407
     jobs = ((key, width, height) for key in range(num_records))

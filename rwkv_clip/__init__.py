@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from .version import __version__
 
 if TYPE_CHECKING:
+    from . import ops
     from .data.tokenizer import tokenize
     from .model.clip import create_model
     from .model.config import list_models
@@ -26,15 +27,17 @@ _HOMES = {
     "list_models": "rwkv_clip.model.config",
     "image_transform": "rwkv_clip.model.transform",
     "tokenize": "rwkv_clip.data.tokenizer",
+    "ops": "rwkv_clip.ops",
 }
 
-__all__ = ["__version__", "create_model", "image_transform", "list_models", "tokenize"]
+__all__ = ["__version__", "create_model", "image_transform", "list_models", "ops", "tokenize"]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
+    home = importlib.import_module(_HOMES[name])
+    value = home if home.__name__ == f"{__name__}.{name}" else getattr(home, name)
     globals()[name] = value
     return value
 

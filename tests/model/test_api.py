@@ -19,7 +19,7 @@ from rwkv_clip.model.transform import MEAN, STD, ImageTransform, random_box
 
 def test_the_package_offers_the_documented_names() -> None:
     assert rwkv_clip.list_models() == ["RWKV-CLIP-B-16", "RWKV-CLIP-B-32", "RWKV-CLIP-Nano", "RWKV-CLIP-Ti-16"]
-    assert {"create_model", "image_transform", "list_models", "tokenize"} <= set(dir(rwkv_clip))
+    assert {"create_model", "image_transform", "list_models", "ops", "tokenize"} <= set(dir(rwkv_clip))
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         rwkv_clip.nothing  # noqa: B018
 
@@ -146,3 +146,9 @@ def test_training_flips_half_of_the_pictures() -> None:
     transform = ImageTransform(16, train=True)
     flipped = sum(int((tensor := transform(image))[0, 8, 12] > tensor[0, 8, 3]) for _ in range(200))
     assert 70 < flipped < 130
+
+
+def test_the_operator_is_there_without_an_import_of_its_own() -> None:
+    script = "import rwkv_clip; print(rwkv_clip.ops.wkv6.__name__)"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert run.stdout == "wkv6\n", run.stderr
