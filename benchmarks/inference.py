@@ -27,6 +27,7 @@ from train_step import machine
 
 from rwkv_clip.errors import UserError
 from rwkv_clip.model.config import load_config
+from rwkv_clip.training.arguments import COUNT
 
 CASES = (("encode_image", 512), ("encode_text", 512), ("encode_image", 1), ("encode_text", 1))
 
@@ -71,12 +72,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="RWKV-CLIP-B-32")
     parser.add_argument("--compile", action="store_true", help="under torch.compile")
-    parser.add_argument(
-        "--batch-size", type=published.positive, default=512, help="of the large batches (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--repetitions", type=published.positive, default=50, help="calls that are timed (default: %(default)s)"
-    )
+    parser.add_argument("--batch-size", type=COUNT, default=512, help="of the large batches (default: %(default)s)")
+    parser.add_argument("--repetitions", type=COUNT, default=50, help="calls that are timed (default: %(default)s)")
     parser.add_argument(
         "--published", type=published.checkout, metavar="FOLDER", help="a checkout of the published code"
     )

@@ -175,21 +175,17 @@ def checkout(text: str) -> Path:
     return Path(text).resolve()
 
 
-def positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
-    return int(text)
-
-
 def main() -> int:
     from train_step import machine
+
+    from rwkv_clip.training.arguments import COUNT
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("code", type=checkout, help="a checkout of https://github.com/deepglint/RWKV-CLIP")
     parser.add_argument("--model", default="RWKV-CLIP-B-32", choices=list(CONFIGS))
-    parser.add_argument("--batch-size", type=positive, default=512)
+    parser.add_argument("--batch-size", type=COUNT, default=512)
     parser.add_argument("--checkpointing", action="store_true", help="its --open-checkpoint")
-    parser.add_argument("--steps", type=positive, default=20, help="steps that are timed (default: %(default)s)")
+    parser.add_argument("--steps", type=COUNT, default=20, help="steps that are timed (default: %(default)s)")
     args = parser.parse_args()
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         given = (args.code, args.model, args.batch_size, args.checkpointing, args.steps)

@@ -1,8 +1,8 @@
 """DALI pipelines: encoded images in, pixels on the device out; and what makes them a model's input.
 
 They are fed by hand (`fn.external_source` without a source): the loader decides what goes in and in which order, DALI
-decodes, crops and resizes in its own threads. Encoded images are passed without a copy; DALI's threads
-read them straight from the mapped files.
+decodes, crops and resizes in its own threads. Encoded images are passed without a copy; DALI's threads read them
+straight from the mapped files.
 
 Feeding happens in the calling thread, because a thread beside a busy training thread would wait for the interpreter
 lock again and again. What counts is what it costs there: 6 to 7 microseconds a record on a loaded 2-core machine,
